@@ -1,0 +1,86 @@
+"""Make a local model answer with exactly one of a known set of strings.
+
+Importing this package imports neither numba nor llama_cpp; a name does when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trie_sampler.choice import Choice
+    from trie_sampler.choosing import choose, warm_up
+    from trie_sampler.cursor import Sampling, TrieCursor
+    from trie_sampler.errors import (
+        EmptyTrieError,
+        EngineError,
+        OffTrieError,
+        PayloadError,
+        TrieFileError,
+        TrieSamplerError,
+        TrieSamplerWarning,
+        UnknownPathError,
+        VocabMismatchError,
+    )
+    from trie_sampler.llama.processor import TrieLogitsProcessor
+    from trie_sampler.payload import TokenSequence, TokenTreeDescriptor, TokenTreePayload
+    from trie_sampler.trie import TokenTrie
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Choice": "choice",
+    "EmptyTrieError": "errors",
+    "EngineError": "errors",
+    "OffTrieError": "errors",
+    "PayloadError": "errors",
+    "Sampling": "cursor",
+    "TokenSequence": "payload",
+    "TokenTreeDescriptor": "payload",
+    "TokenTreePayload": "payload",
+    "TokenTrie": "trie",
+    "TrieCursor": "cursor",
+    "TrieFileError": "errors",
+    "TrieLogitsProcessor": "llama.processor",
+    "TrieSamplerError": "errors",
+    "TrieSamplerWarning": "errors",
+    "UnknownPathError": "errors",
+    "VocabMismatchError": "errors",
+    "choose": "choosing",
+    "warm_up": "choosing",
+}
+
+__all__ = [
+    "Choice",
+    "EmptyTrieError",
+    "EngineError",
+    "OffTrieError",
+    "PayloadError",
+    "Sampling",
+    "TokenSequence",
+    "TokenTreeDescriptor",
+    "TokenTreePayload",
+    "TokenTrie",
+    "TrieCursor",
+    "TrieFileError",
+    "TrieLogitsProcessor",
+    "TrieSamplerError",
+    "TrieSamplerWarning",
+    "UnknownPathError",
+    "VocabMismatchError",
+    "choose",
+    "warm_up",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,79 @@
+"""``Choice``: what came out, and how sure the model was."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trie_sampler.cursor import Step
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice made by a model.
+
+    Attributes:
+        name: the choice as the caller named it, never with a leading space; ``None`` where the
+            generation was cut before the choice was complete.
+        value: what the caller wants back: the ``Enum`` member, the ``Literal`` argument, else the name.
+        index: place in the caller's list; ``None`` where ``name`` is.
+        text: what came out, leading space and all.
+        tokens: its token ids, end tokens left out.
+        complete: whether the choice was ended.
+        logprob: nats, log of ``probability``.
+        probability: of the walk: the product over its steps of the pick's share of the softmax over
+            the options there (children, and stopping where a leaf ends). Forced steps count 1.
+        margin: nats between the best and the second option at the closest step; ``None`` where no
+            step had two options.
+        valid_mass: the model's own probability that its next token starts a choice, at the first
+            step; ``None`` unless asked for. Low: the prompt does not lead to any of the choices.
+        stats: ``steps``, ``forced_steps``, ``masked``, and what the door adds.
+    """
+
+    name: str | None
+    value: Any
+    index: int | None
+    text: str
+    tokens: tuple[int, ...]
+    complete: bool
+    logprob: float
+    probability: float
+    margin: float | None
+    valid_mass: float | None = None
+    stats: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for ``json.dumps``; an ``Enum`` member as its value."""
+        value = self.value.value if isinstance(self.value, enum.Enum) else self.value
+        return {
+            "name": self.name,
+            "value": value,
+            "index": self.index,
+            "text": self.text,
+            "tokens": list(self.tokens),
+            "complete": self.complete,
+            "logprob": self.logprob,
+            "probability": self.probability,
+            "margin": self.margin,
+            "valid_mass": self.valid_mass,
+            "stats": dict(self.stats),
+        }
+
+
+def walk_numbers(steps: Sequence[Step]) -> dict[str, Any]:
+    """``logprob``, ``probability``, ``margin`` and ``stats`` of a walk."""
+    logprob = sum(step.logprob for step in steps)
+    margin = min((step.margin for step in steps), default=math.inf)
+    return {
+        "logprob": logprob,
+        "probability": math.exp(logprob),
+        "margin": None if math.isinf(margin) else margin,
+        "stats": {
+            "steps": len(steps),
+            "forced_steps": sum(step.is_forced for step in steps),
+            "masked": bool(steps),
+        },
+    }

@@ -1,0 +1,427 @@
+"""``TrieCursor``: the mutable walker over one trie, and the one state machine of the library."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trie_sampler import kernels, layout
+from trie_sampler.errors import OffTrieError, TrieSamplerError, TrieSamplerWarning, UnknownPathError
+from trie_sampler.trie import TokenTrie
+
+_logger = logging.getLogger(__name__)
+
+Row = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw from the options of a node; the defaults draw from the plain softmax.
+
+    Filters act in llama.cpp's default order: top_k, top_p, min_p, then temperature.
+
+    Attributes:
+        temperature: >= 0; 0 is greedy.
+        top_k: keep the k likeliest options; 0 keeps all.
+        top_p: keep the fewest options whose mass reaches it, (0, 1]; 1 keeps all.
+        min_p: drop options below this share of the likeliest, [0, 1); 0 keeps all.
+        seed: the sequence of draws, the same on every platform; ``None`` takes a random one.
+
+    Raises:
+        ValueError: a number outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature must be a finite number >= 0": 0 <= self.temperature < np.inf,
+            "top_k must be an integer >= 0": int(self.top_k) == self.top_k >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "min_p must be in [0, 1)": 0 <= self.min_p < 1,
+        }
+        for rule, holds in ranges.items():
+            if not holds:
+                raise ValueError(f"{rule}, got {getattr(self, rule.split()[0])!r}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pick of ``TrieCursor.constrain``: token, nats, and whether there was no other."""
+
+    token: int
+    logprob: float
+    margin: float
+    is_forced: bool
+
+
+class TrieCursor:
+    """Walks one trie, constrains each step, and knows when a choice may, must or did end.
+
+    =====================================  ============================  =======================
+    event                                  ``on_end`` "mass" or "eog"    ``on_end="release"``
+    =====================================  ============================  =======================
+    accept a child                         step                          step
+    ... that ends a leaf with no children  only end tokens remain        released
+    accept an end token at ``may_end``     finished                      released
+    accept anything else while armed       ``OffTrieError``, unchanged   released, logged
+    accept while released or finished      counted only                  counted only
+    ``max_span_tokens`` accepts            finished, logged              released, logged
+    ``reset()``                            root, armed as at birth       same
+    =====================================  ============================  =======================
+
+    Born armed where the trie has one descriptor or ``path`` is given: making a cursor *is* the
+    activation. With several descriptors it is born released; ``activate(path)`` arms it.
+
+    **Where one choice begins another** the question is whether to stop:
+
+    * ``"mass"``: P(stop) is the end mass, 1 - sum of p(children) over the full softmax. Greedy
+      stops where P(stop) >= the largest p(child); sampling stops with that probability.
+    * ``"eog"``: the end tokens compete with the children as tokens, as in a grammar.
+    * ``"release"``: the same with the given ``stop_tokens`` only; after the leaf all is free.
+
+    Args:
+        trie: the trie to walk; shared, never changed.
+        path: descriptor to start in.
+        on_end: ``"mass"``, ``"eog"`` or ``"release"``.
+        eog_ids: the model's end-of-generation ids; end tokens unless ``on_end="release"``.
+        stop_tokens: further end tokens, a separator for example.
+        max_span_tokens: accepts after which the span is closed; never below depth + 1.
+        on_fault: ``"warn"`` or ``"raise"`` where every valid logit is NaN or -inf.
+        sampling: how ``sample`` draws; ``None`` draws from the plain softmax.
+
+    Raises:
+        UnknownPathError: no descriptor of that path.
+        ValueError: another ``on_end`` or ``on_fault``; an end token below 0 or past int32.
+
+    Example:
+        >>> trie = TokenTrie.from_sequences([("YES", [1, 2]), ("NO", [3])])
+        >>> cursor = TrieCursor(trie, eog_ids=[0])
+        >>> row = np.array([9.0, 0.5, 0.0, 0.1], np.float32)
+        >>> cursor.pick(row)
+        1
+        >>> cursor.accept(1); cursor.forced_run().tolist()
+        [2]
+    """
+
+    __slots__ = (
+        "_address",
+        "_ends",
+        "_on_fault",
+        "_path",
+        "_record",
+        "_warned",
+        "trie",
+    )
+
+    def __init__(
+        self,
+        trie: TokenTrie,
+        *,
+        path: str | None = None,
+        on_end: str = "mass",
+        eog_ids: Iterable[int] = (),
+        stop_tokens: Iterable[int] = (),
+        max_span_tokens: int = 500,
+        on_fault: str = "warn",
+        sampling: Sampling | None = None,
+    ) -> None:
+        if on_end not in layout.ON_END:
+            raise ValueError(f"on_end must be one of {list(layout.ON_END)}, got {on_end!r}")
+        if on_fault not in ("warn", "raise"):
+            raise ValueError(f'on_fault must be "warn" or "raise", got {on_fault!r}')
+        if path is None and len(trie.paths) == 1:
+            path = trie.paths[0]
+        ends = set(stop_tokens) if on_end == "release" else {*eog_ids, *stop_tokens}
+        if any(not 0 <= token <= np.iinfo(layout.TOKEN).max for token in ends):
+            raise ValueError(f"end tokens must be ids >= 0, got {sorted(ends)}")
+        self.trie = trie
+        self._ends = np.array(sorted(ends), layout.TOKEN)
+        self._on_fault = on_fault
+        self._warned = False
+        self._path = path
+        record = self._adopt(np.zeros(1, layout.CURSOR))
+        record["birth_root"] = layout.NO_NODE if path is None else trie.root_of(path)
+        record["on_end"] = layout.ON_END[on_end]
+        record["max_span_tokens"] = max(max_span_tokens, trie.depth + 1)
+        self._set_sampling(sampling or Sampling())
+        self.reset()
+
+    def _adopt(self, record: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Point a record at the arrays that this object keeps alive."""
+        trie, ends = self.trie, self._ends
+        record["token_address"] = trie.token.ctypes.data
+        record["first_child_address"] = trie.first_child.ctypes.data
+        record["leaf_address"] = trie.leaf.ctypes.data
+        record["n_nodes"] = trie.n_nodes
+        record["end_address"] = ends.ctypes.data
+        record["n_end"] = len(ends)
+        record["min_width"] = max(trie.max_token, int(ends[-1]) if len(ends) else 0) + 1
+        self._record = record
+        self._address = record.ctypes.data
+        return record
+
+    def _set_sampling(self, sampling: Sampling) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            self._record[name] = getattr(sampling, name)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        for place, word in enumerate(_seed_words(seed)):
+            self._record[f"random_{place}"] = word
+
+    # --- where it is ---------------------------------------------------------------------------
+
+    @property
+    def node(self) -> int:
+        """The node of the trie that it stands at; -1 before the first activation."""
+        return int(self._record["node"][0])
+
+    @property
+    def path(self) -> str | None:
+        """The descriptor it was last activated for; ``None`` before any."""
+        return self._path
+
+    @property
+    def is_active(self) -> bool:
+        """Armed: the next token is constrained."""
+        return bool(self._record["state"][0] == layout.ARMED)
+
+    @property
+    def is_finished(self) -> bool:
+        """A whole leaf was ended; only end tokens may follow."""
+        return bool(self._record["state"][0] == layout.FINISHED)
+
+    @property
+    def may_end(self) -> bool:
+        """Armed, and the path so far is a whole leaf."""
+        return self.is_active and self.trie.is_terminal(self.node)
+
+    @property
+    def must_end(self) -> bool:
+        """Armed, and the path so far is a whole leaf that no other continues."""
+        return self.may_end and len(self.trie.children(self.node)) == 0
+
+    @property
+    def position_in_span(self) -> int:
+        """Tokens of the trie accepted since activation."""
+        return int(self._record["position_in_span"][0])
+
+    @property
+    def leaf_name(self) -> str | None:
+        """Name of the leaf that ends where it stands, ``None`` where none does."""
+        return None if self.node < 0 else self.trie.leaf_name(self.node)
+
+    @property
+    def end_tokens(self) -> npt.NDArray[np.int32]:
+        """[n] int32, ascending: the tokens that end the span."""
+        return self._ends.copy()
+
+    def allowed(self) -> npt.NDArray[np.int32]:
+        """[K] int32, ascending: the tokens that ``accept`` takes next.
+
+        Raises:
+            TrieSamplerError: released, so that every token is allowed; an empty or whole-vocabulary
+                answer would be read as something else.
+        """
+        if self.is_finished:
+            return self._ends.copy()
+        if not self.is_active:
+            raise TrieSamplerError("released: every token is allowed; ask is_active first")
+        children = self.trie.children(self.node)
+        return np.union1d(children, self._ends) if self.may_end else children.copy()
+
+    def forced_run(self) -> npt.NDArray[np.int32]:
+        """[n] int32: the tokens that must follow, up to the next choice, leaf end or branch.
+
+        A node is forced where it has exactly one child and no leaf ends at it. O(n).
+        """
+        out = np.empty(self.trie.depth, layout.TOKEN)
+        return out[: kernels.trace_forced_run(self._address, out)].copy()
+
+    # --- walking -------------------------------------------------------------------------------
+
+    def pick(self, row: Row) -> int:
+        """The greedy pick: the allowed token of the largest logit, ties to the lowest id.
+
+        Args:
+            row: [W] float32 or float64 logits, any stride, W > the largest id of the trie; read in
+                place. NaN counts as -inf.
+
+        Returns:
+            A token id. Where the span should end, the end token of the largest logit, or -1 if
+            there are no end tokens. Released: the argmax of the row. Does not move the cursor.
+
+        Raises:
+            ValueError, TypeError: a row too narrow, or not of that kind.
+            TrieSamplerError: no finite valid logit, under ``on_fault="raise"``.
+
+        Warns:
+            TrieSamplerWarning: once, where no valid logit is finite; the lowest valid id is taken.
+
+        Cost: O(K), under a microsecond for K <= 64; O(V) where a leaf ends and another goes on.
+        """
+        try:
+            token: int = kernels.pick_token(self._address, row)
+        except kernels.CompileError as error:
+            raise TypeError(_not_a_row(row)) from error
+        return token if token > layout.TROUBLE else self._settle(row)
+
+    def sample(self, row: Row) -> int:
+        """Draw from the allowed tokens; as ``pick`` otherwise. O(K), with top_k or top_p O(K log K)."""
+        try:
+            token: int = kernels.sample_token(self._address, row)
+        except kernels.CompileError as error:
+            raise TypeError(_not_a_row(row)) from error
+        return token if token > layout.TROUBLE else self._settle(row)
+
+    def mask(self, row: Row) -> None:
+        """Set every token that is not allowed to -inf, in place; nothing while released. O(V)."""
+        self._check_width(row)
+        kernels.keep_allowed(self._address, row)
+
+    def valid_mass(self, row: Row) -> float:
+        """The model's own probability that its next token is one of the children. O(V)."""
+        self._check_width(row)
+        return float(kernels.measure_valid_mass(self._address, row))
+
+    def constrain(self, row: Row, *, samples: bool) -> Step:
+        """Pick or draw, and leave only that token in the row, in place. O(V).
+
+        A token whose logit is NaN or -inf gets 0. While released the row is untouched.
+
+        Raises:
+            as ``pick``; TrieSamplerError also where the span should end and has no end token.
+        """
+        if self._record["state"][0] == layout.RELEASED:
+            return Step(layout.NO_TOKEN, 0.0, np.inf, False)
+        token: int = kernels.constrain_row(self._address, row, samples)
+        if token <= layout.TROUBLE:
+            token = self._settle(row)
+        if token == layout.END:
+            raise TrieSamplerError("the choice is over, and no end token is known to say so")
+        record = self._record[0]
+        return Step(token, float(record["logprob"]), float(record["margin"]), bool(record["is_forced"]))
+
+    def accept(self, token: int) -> None:
+        """Take a token into the walk; -1 ends the span like an end token. O(log K).
+
+        Raises:
+            OffTrieError: armed, and the token is not allowed; nothing changed.
+        """
+        status = kernels.accept_token(self._address, int(token))
+        if status == layout.OK:
+            return
+        if status == layout.SPAN_LIMIT:
+            _logger.warning("a span outlasted max_span_tokens without being cleared; it is closed")
+        elif self._record["on_end"][0] == layout.ON_END_RELEASE:
+            _logger.warning("token %d is not in the trie here; released", token)
+        else:
+            allowed = self.allowed()
+            raise OffTrieError(
+                f"token {token} is not allowed here; allowed are {allowed[:8].tolist()}"
+                + (f" and {len(allowed) - 8} more" if len(allowed) > 8 else "")  # noqa: PLR2004
+            )
+
+    # --- starting and ending -------------------------------------------------------------------
+
+    def activate(self, path: str | None = None) -> None:
+        """Arm at the root of a descriptor; ``None`` where there is only one.
+
+        Raises:
+            UnknownPathError: no descriptor of that path; the message lists them. Nothing changed.
+        """
+        if path is None:
+            if len(self.trie.paths) > 1:
+                raise UnknownPathError(f"say which path to activate: {list(self.trie.paths)}")
+            path = self.trie.paths[0]
+        kernels.arm_cursor(self._address, self.trie.root_of(path))
+        self._path = path
+
+    def deactivate(self) -> None:
+        """Release: let every token through until the next ``activate`` or ``reset``."""
+        kernels.arm_cursor(self._address, layout.NO_NODE)
+
+    def reset(self) -> None:
+        """Back to the root, armed or released as at birth; random draws go on where they were."""
+        birth_root = int(self._record["birth_root"][0])
+        kernels.arm_cursor(self._address, birth_root)
+        self._path = next((p for p, root in self.trie.roots.items() if root == birth_root), None)
+
+    def take_draws_from(self, other: TrieCursor) -> None:
+        """Go on with another cursor's sequence of random draws."""
+        for place in range(4):
+            name = f"random_{place}"
+            self._record[name] = other._record[name]
+
+    def clone(self) -> TrieCursor:
+        """A cursor at the same place that walks on its own; the trie is shared."""
+        twin = TrieCursor.__new__(TrieCursor)
+        twin.__setstate__(self.__getstate__())
+        return twin
+
+    __copy__ = clone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrieCursor:
+        return self.clone()
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.trie, self._ends, self._on_fault, self._warned, self._path, self._record.copy()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.trie, self._ends, self._on_fault, self._warned, self._path, record = state
+        self._adopt(record.copy())
+
+    def __repr__(self) -> str:
+        """Where it stands, in words."""
+        state = ("released", "armed", "finished")[int(self._record["state"][0])]
+        return f"TrieCursor({state}, path={self._path!r}, node={self.node}, leaf={self.leaf_name!r})"
+
+    # --- trouble -------------------------------------------------------------------------------
+
+    def _settle(self, row: Row) -> int:
+        """Turn the status of a pick into an exception, or into a warning and the lowest valid id."""
+        status = int(self._record["status"][0])
+        self._record["status"] = layout.OK
+        if status == layout.SHORT_ROW:
+            self._check_width(row)
+        message = "every valid logit is NaN or -inf, so the model says nothing about the choice"
+        if self._on_fault == "raise":
+            raise TrieSamplerError(message)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{message}; taking the lowest valid id", TrieSamplerWarning, stacklevel=3)
+        return int(self._record["picked"][0])
+
+    def _check_width(self, row: Row) -> None:
+        needed = int(self._record["min_width"][0])
+        if len(row) < needed:
+            raise ValueError(f"the row holds {len(row)} logits; the trie's ids need {needed}")
+
+
+def _not_a_row(row: object) -> str:
+    kind = f"{row.dtype} array of shape {row.shape}" if isinstance(row, np.ndarray) else type(row)
+    return f"a row is a one-dimensional float32 or float64 array, got {kind}"
+
+
+def _seed_words(seed: int) -> list[int]:
+    """Four 32-bit words from a seed by SplitMix64, as the authors of xoshiro advise."""
+    mask = 2**64 - 1
+    words = []
+    for _ in range(2):
+        seed = (seed + 0x9E3779B97F4A7C15) & mask
+        z = seed
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        z ^= z >> 31
+        words += [z & 0xFFFFFFFF, z >> 32]
+    return words

@@ -1,0 +1,59 @@
+"""Exceptions and warnings of trie_sampler, all under one base class.
+
+    TrieSamplerError
+    ├── PayloadError            the JSON on the wire is malformed
+    ├── EmptyTrieError          nothing to choose from
+    ├── VocabMismatchError      token ids that do not belong to the vocabulary at hand
+    ├── UnknownPathError        no descriptor of that path
+    ├── OffTrieError            a token was accepted that the trie does not allow
+    ├── EngineError             the engine refused or failed; ``.code`` where it gave one
+    └── TrieFileError           not a trie file, another version, truncated or damaged
+
+Each also derives from the built-in that a caller would catch without knowing us.
+"""
+
+from __future__ import annotations
+
+
+class TrieSamplerError(Exception):
+    """Base of every exception this library raises on purpose."""
+
+
+class PayloadError(TrieSamplerError, ValueError):
+    """A payload is not JSON or not of the schema; the message names the place."""
+
+
+class EmptyTrieError(TrieSamplerError, ValueError):
+    """No descriptor, no leaf or no token is left to choose from."""
+
+
+class VocabMismatchError(TrieSamplerError, ValueError):
+    """Token ids outside the vocabulary, of another model, or end-of-generation ids in a leaf."""
+
+
+class UnknownPathError(TrieSamplerError, LookupError):
+    """A descriptor path that the trie does not have; the message lists those it has."""
+
+
+class OffTrieError(TrieSamplerError, ValueError):
+    """A token was accepted that is no child of the current node; the cursor did not move."""
+
+
+class EngineError(TrieSamplerError, RuntimeError):
+    """The inference engine refused or failed.
+
+    Attributes:
+        code: the engine's return code, ``None`` where there was none.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class TrieFileError(TrieSamplerError, ValueError):
+    """A file is not a trie, is of another version, or is damaged; nothing was loaded."""
+
+
+class TrieSamplerWarning(UserWarning):
+    """Input that works but probably does not mean what its author thinks."""

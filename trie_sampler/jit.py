@@ -1,0 +1,50 @@
+"""How functions are compiled: on first use, without the GIL, cached on disk where possible.
+
+Nothing is compiled at import. Numba writes its cache beside the source or, where that folder
+is read-only, into the user's cache folder; where neither can be written it compiles anew in
+each process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from numba.core import event
+
+_logger = logging.getLogger(__name__)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile ``function`` on its first call.
+
+    Numba's disk cache does not see edits in other files, so a compiled function calls only
+    compiled functions of its own file.
+    """
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # "no locator available": neither folder can hold a cache
+        return numba.njit(nogil=True)(function)
+
+
+class _CompileLog(event.Listener):
+    """Says once, before the first real compilation, why a call takes seconds."""
+
+    told = False
+
+    def on_start(self, happened: Any) -> None:
+        module = happened.data["dispatcher"].py_func.__module__
+        if not self.told and module.startswith(__package__ or ""):
+            self.told = True
+            _logger.info(
+                "compiling the kernels of %s; this takes a few seconds, once per machine and version",
+                __package__,
+            )
+
+    def on_end(self, happened: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _CompileLog())  # type: ignore[no-untyped-call]

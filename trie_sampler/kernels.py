@@ -1,0 +1,693 @@
+"""Compiled functions over one cursor record: step, pick, score, mask.
+
+A kernel takes the address of a cursor record (``layout.CURSOR``) and, where it reads logits, the
+row. One integer reaches the trie, the position and the settings, so a call costs a few hundred
+nanoseconds where five array arguments cost a microsecond. The record outlives no trie: whoever
+holds the address holds the arrays.
+
+``row`` is [W] float32 or float64, any stride, W >= ``min_width`` of the record. NaN counts as
+-inf everywhere. Kernels never raise and never print; they write ``status`` into the record.
+
+**Options.** At a node the options are its children and, where a leaf ends, a way to stop:
+
+* ``mass``: one pseudo-option whose logit is the logsumexp of all tokens that are no child, so
+  that its share of the softmax is P(stop) = 1 - sum of p(children);
+* ``eog`` and ``release``: the end tokens, each with its own logit.
+
+Greedy takes the option of the largest logit (a stop wins a tie against children, among tokens
+the lowest id wins); sampling draws from the softmax over the options.
+
+Every function here also runs as plain Python under ``NUMBA_DISABLE_JIT=1``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import numpy as np
+from numba import carray, types  # type: ignore[attr-defined]
+from numba.core.errors import NumbaError
+from numba.extending import intrinsic, overload
+from numba.np.numpy_support import from_dtype
+
+from trie_sampler import layout
+from trie_sampler.jit import jit
+from trie_sampler.layout import (
+    ALL_INVALID,
+    ARMED,
+    CURSOR,
+    END,
+    FINISHED,
+    NO_LEAF,
+    NO_NODE,
+    NO_TOKEN,
+    OFF_TRIE,
+    OK,
+    ON_END_MASS,
+    ON_END_RELEASE,
+    RELEASED,
+    SHORT_ROW,
+    SPAN_LIMIT,
+    TROUBLE,
+)
+
+# Numba's cache does not see edits of layout.py; raising this number with it does.
+_LAYOUT_VERSION = 1
+if layout.VERSION != _LAYOUT_VERSION:
+    raise ImportError(f"kernels.py is written for layout {_LAYOUT_VERSION}, not {layout.VERSION}")
+
+
+CompileError = NumbaError
+"""What a call with an argument of another type ends in."""
+
+
+# --- memory by address -------------------------------------------------------------------------
+# Each view has a Python twin for NUMBA_DISABLE_JIT=1 (intrinsics do not work there).
+
+
+def _pointer_intrinsic(pointee):
+    """An intrinsic that turns an integer address into a pointer to ``pointee``."""
+    pointer = types.CPointer(pointee)
+
+    @intrinsic
+    def as_pointer(_typing, _address):
+        def codegen(context, builder, _signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+        return pointer(types.int64), codegen
+
+    return as_pointer
+
+
+_cursor_pointer = _pointer_intrinsic(from_dtype(CURSOR))
+_int32_pointer = _pointer_intrinsic(types.int32)
+
+
+def view_cursor(address):
+    """The cursor record at ``address``, by reference."""
+    memory = (ctypes.c_char * CURSOR.itemsize).from_address(address)
+    return np.ndarray(1, CURSOR, memory)[0]
+
+
+@overload(view_cursor)
+def _view_cursor(address):
+    return lambda address: carray(_cursor_pointer(address), (1,))[0]
+
+
+def view_int32(address, size):
+    """[size] int32 at ``address``, by reference."""
+    return np.ndarray(int(size), np.int32, (ctypes.c_int32 * int(size)).from_address(int(address)))
+
+
+@overload(view_int32)
+def _view_int32(address, size):
+    return lambda address, size: carray(_int32_pointer(address), (size,))
+
+
+@jit
+def view_tokens(cursor):
+    """[S] int32: ``layout`` array ``token``."""
+    return view_int32(cursor["token_address"], cursor["n_nodes"])
+
+
+@jit
+def view_end_tokens(cursor):
+    """[n_end] int32, ascending: the tokens that end a span."""
+    return view_int32(cursor["end_address"], cursor["n_end"])
+
+
+# --- the trie ----------------------------------------------------------------------------------
+
+
+@jit
+def child_range(cursor):
+    """(start, stop): the node ids of the children of the cursor's node.
+
+    Ids are clamped to the arrays, so that a damaged trie file cannot make a kernel read past them.
+    """
+    n_nodes = cursor["n_nodes"]
+    node = cursor["node"]
+    if node < 0 or node >= n_nodes:
+        return 0, 0
+    first_child = view_int32(cursor["first_child_address"], n_nodes + 1)
+    start = max(np.int64(0), np.int64(first_child[node]))
+    stop = min(np.int64(n_nodes), np.int64(first_child[node + 1]))
+    return start, max(start, stop)
+
+
+@jit
+def ends_leaf(cursor):
+    """Whether a leaf ends at the cursor's node."""
+    node = cursor["node"]
+    if node < 0 or node >= cursor["n_nodes"]:
+        return False
+    return view_int32(cursor["leaf_address"], cursor["n_nodes"])[node] != NO_LEAF
+
+
+@jit
+def find_child(token, start, stop, wanted):
+    """The node among ``start .. stop`` that ``wanted`` enters, or NO_NODE. O(log K).
+
+    token: [S] int32, ascending within start .. stop.
+    """
+    low, high = start, stop
+    while low < high:
+        middle = (low + high) >> 1
+        if token[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    if low < stop and token[low] == wanted:
+        return low
+    return NO_NODE
+
+
+@jit
+def find_child_of(token, first_child, node, wanted):
+    """The child of ``node`` that ``wanted`` enters, or NO_NODE; arrays as in ``layout``."""
+    return find_child(token, first_child[node], first_child[node + 1], wanted)
+
+
+@jit
+def is_end_token(cursor, token):
+    """Whether ``token`` ends a span: END itself, or one of the end tokens. O(log n_end)."""
+    if token == END:
+        return True
+    ends = view_end_tokens(cursor)
+    return find_child(ends, 0, ends.shape[0], token) != NO_NODE
+
+
+@jit
+def trace_forced_run(address, out):
+    """Write the tokens that must follow, one child and no leaf end at a time; returns how many.
+
+    out: [>= D] int32. O(length of the run).
+    """
+    cursor = view_cursor(address)
+    token = view_tokens(cursor)
+    here = cursor["node"]
+    n_forced = 0
+    while n_forced < out.shape[0] and cursor["state"] == ARMED and not ends_leaf(cursor):
+        start, stop = child_range(cursor)
+        if stop - start != 1:
+            break
+        out[n_forced] = token[start]
+        n_forced += 1
+        cursor["node"] = start
+    cursor["node"] = here
+    return n_forced
+
+
+# --- the state machine -------------------------------------------------------------------------
+
+
+@jit
+def arm_cursor(address, root):
+    """Constrain from ``root`` on; NO_NODE releases."""
+    cursor = view_cursor(address)
+    cursor["root"] = root
+    cursor["node"] = root
+    cursor["state"] = RELEASED if root == NO_NODE else ARMED
+    cursor["status"] = OK
+    cursor["n_accepted"] = 0
+    cursor["position_in_span"] = 0
+    cursor["picked"] = NO_TOKEN
+
+
+@jit
+def accept_token(address, token):
+    """Take one step of the state machine (the table in ``TrieCursor``); returns a status.
+
+    token: an id, or END. OFF_TRIE leaves the node as it was, and under ``release`` releases.
+    O(log K).
+    """
+    cursor = view_cursor(address)
+    if cursor["state"] != ARMED:
+        cursor["n_accepted"] += 1
+        return OK
+    start, stop = child_range(cursor)
+    child = NO_NODE
+    if token >= 0:
+        child = find_child(view_tokens(cursor), start, stop, token)
+    if child != NO_NODE:
+        cursor["node"] = child
+        cursor["position_in_span"] += 1
+        cursor["n_accepted"] += 1
+        return _close_span(cursor)
+    if ends_leaf(cursor) and is_end_token(cursor, token):
+        cursor["n_accepted"] += 1
+        cursor["state"] = RELEASED if cursor["on_end"] == ON_END_RELEASE else FINISHED
+        return OK
+    cursor["status"] = OFF_TRIE
+    if cursor["on_end"] == ON_END_RELEASE:
+        cursor["n_accepted"] += 1
+        cursor["state"] = RELEASED
+    return OFF_TRIE
+
+
+@jit
+def _close_span(cursor):
+    """After a step: release at the end of a leaf, or stop a walk that outlasts every leaf."""
+    start, stop = child_range(cursor)
+    if start == stop and cursor["on_end"] == ON_END_RELEASE:
+        cursor["state"] = RELEASED
+    elif cursor["n_accepted"] >= cursor["max_span_tokens"]:
+        # Only a damaged trie gets here: the limit is larger than its depth.
+        cursor["status"] = SPAN_LIMIT
+        cursor["state"] = RELEASED if cursor["on_end"] == ON_END_RELEASE else FINISHED
+        return SPAN_LIMIT
+    return OK
+
+
+# --- picking -----------------------------------------------------------------------------------
+
+
+@jit
+def argmax_child(row, token, start, stop):
+    """The node among ``start .. stop`` with the largest logit, NO_NODE if none is above -inf.
+
+    O(K); ties go to the lowest token.
+    """
+    best = NO_NODE
+    largest = -np.inf
+    for node in range(start, stop):
+        logit = row[token[node]]
+        if logit > largest:
+            best = node
+            largest = logit
+    return best
+
+
+@jit
+def foreign_logsumexp(row, token, start, stop):
+    """Logsumexp of the row over every token that is no child: the logit of stopping.
+
+    exp(this - logsumexp(row)) = 1 - sum of p(children), the end mass. O(V), two passes.
+    """
+    width = row.shape[0]
+    largest = -np.inf
+    position = 0
+    for node in range(start, stop + 1):
+        segment_stop = width if node == stop else token[node]
+        for i in range(position, segment_stop):
+            largest = max(largest, row[i]) if row[i] == row[i] else largest
+        position = segment_stop + 1
+    if largest == -np.inf or largest == np.inf:
+        return largest
+    total = 0.0
+    position = 0
+    for node in range(start, stop + 1):
+        segment_stop = width if node == stop else token[node]
+        for i in range(position, segment_stop):
+            if row[i] == row[i]:
+                total += math.exp(np.float64(row[i]) - largest)
+        position = segment_stop + 1
+    return largest + math.log(total)
+
+
+@jit
+def best_end_token(cursor, row):
+    """The end token of the largest logit (ties and faults: the lowest id); END where there is none."""
+    ends = view_end_tokens(cursor)
+    if ends.shape[0] == 0:
+        return END
+    best = argmax_child(row, ends, 0, ends.shape[0])
+    return ends[max(best, 0)]
+
+
+@jit
+def _begin_pick(cursor, row):
+    """Reset what a pick reports; False where the row is too narrow."""
+    cursor["picked"] = NO_TOKEN
+    cursor["stop_logit"] = -np.inf
+    cursor["is_forced"] = False
+    if row.shape[0] < cursor["min_width"]:
+        cursor["status"] = SHORT_ROW
+        return False
+    return True
+
+
+@jit
+def pick_token(address, row):
+    """The greedy pick: a token id, END, or TROUBLE (then ``status`` and ``picked`` tell). O(K).
+
+    At a node where a leaf ends and another goes on, ``mass`` costs a pass over the row, O(V).
+    """
+    cursor = view_cursor(address)
+    if not _begin_pick(cursor, row):
+        return TROUBLE
+    state = cursor["state"]
+    if state == FINISHED:
+        return best_end_token(cursor, row)
+    token = view_tokens(cursor)
+    if state == RELEASED:
+        return _argmax_row(row)
+    start, stop = child_range(cursor)
+    best = argmax_child(row, token, start, stop)
+    if ends_leaf(cursor):
+        if start == stop:
+            return best_end_token(cursor, row)
+        return _pick_at_leaf(cursor, row, token, start, stop, best)
+    if best == NO_NODE:
+        return _pick_lowest(cursor, token, start, stop)
+    return token[best]
+
+
+@jit
+def _argmax_row(row):
+    """The id of the largest logit of the whole row; 0 if none is above -inf."""
+    best = 0
+    largest = -np.inf
+    for i in range(row.shape[0]):
+        if row[i] > largest:
+            best = i
+            largest = row[i]
+    return best
+
+
+@jit
+def _pick_at_leaf(cursor, row, token, start, stop, best):
+    """Greedy where a leaf ends and another goes on: the largest option, a stop winning ties."""
+    if cursor["on_end"] == ON_END_MASS:
+        stop_logit = foreign_logsumexp(row, token, start, stop)
+        cursor["stop_logit"] = stop_logit
+        if best == NO_NODE and stop_logit == -np.inf:
+            return _pick_lowest(cursor, token, start, stop)
+        if best == NO_NODE or stop_logit >= row[token[best]]:
+            return best_end_token(cursor, row)
+        return token[best]
+    ends = view_end_tokens(cursor)
+    best_end = argmax_child(row, ends, 0, ends.shape[0])
+    if best_end == NO_NODE:
+        if best == NO_NODE:
+            return _pick_lowest(cursor, token, start, stop)
+        return token[best]
+    if best == NO_NODE or row[ends[best_end]] > row[token[best]]:
+        return ends[best_end]
+    if row[ends[best_end]] == row[token[best]]:
+        return min(ends[best_end], token[best])
+    return token[best]
+
+
+@jit
+def _pick_lowest(cursor, token, start, stop):
+    """No valid logit is above -inf: take the lowest valid id and say so."""
+    cursor["status"] = ALL_INVALID
+    lowest = END
+    if start < stop:
+        lowest = token[start]
+    if cursor["on_end"] != ON_END_MASS and ends_leaf(cursor):
+        ends = view_end_tokens(cursor)
+        if ends.shape[0] > 0 and (lowest == END or ends[0] < lowest):
+            lowest = ends[0]
+    cursor["picked"] = lowest
+    return TROUBLE
+
+
+# --- sampling ----------------------------------------------------------------------------------
+
+
+@jit
+def draw_uniform(cursor):
+    """A float64 in [0, 1) with 53 random bits, from two outputs of xoshiro128++.
+
+    Blackman and Vigna, "Scrambled linear pseudorandom number generators", ACM TOMS 47(4), 2021.
+    64-bit integers masked to 32 bits give the same bits compiled and as plain Python.
+    """
+    high = _next_random(cursor) >> 5
+    low = _next_random(cursor) >> 6
+    return (high * 67108864.0 + low) / 9007199254740992.0
+
+
+@jit
+def _next_random(cursor):
+    s0, s1 = cursor["random_0"], cursor["random_1"]
+    s2, s3 = cursor["random_2"], cursor["random_3"]
+    total = (s0 + s3) & 0xFFFFFFFF
+    result = (((total << 7) & 0xFFFFFFFF) | (total >> 25)) + s0
+    shifted = (s1 << 9) & 0xFFFFFFFF
+    s2 ^= s0
+    s3 ^= s1
+    s1 ^= s2
+    s0 ^= s3
+    s2 ^= shifted
+    s3 = ((s3 << 11) & 0xFFFFFFFF) | (s3 >> 21)
+    cursor["random_0"], cursor["random_1"] = s0, s1
+    cursor["random_2"], cursor["random_3"] = s2, s3
+    return result & 0xFFFFFFFF
+
+
+@jit
+def gather_options(cursor, row, ids, logits):
+    """Write the options at the cursor's node; returns how many.
+
+    ids: [>= K + max(n_end, 1)] int32 out, ascending tokens, stops last (END under ``mass``);
+    logits: same shape, float64 out, NaN as -inf. O(K), under ``mass`` at a leaf O(V).
+    """
+    token = view_tokens(cursor)
+    start, stop = child_range(cursor)
+    n_options = 0
+    for node in range(start, stop):
+        logit = row[token[node]]
+        ids[n_options] = token[node]
+        logits[n_options] = logit if logit == logit else -np.inf
+        n_options += 1
+    if not ends_leaf(cursor):
+        return n_options
+    if cursor["on_end"] == ON_END_MASS:
+        cursor["stop_logit"] = foreign_logsumexp(row, token, start, stop)
+        ids[n_options] = END
+        logits[n_options] = cursor["stop_logit"]
+        return n_options + 1
+    ends = view_end_tokens(cursor)
+    for i in range(ends.shape[0]):
+        logit = row[ends[i]]
+        ids[n_options] = ends[i]
+        logits[n_options] = logit if logit == logit else -np.inf
+        n_options += 1
+    return n_options
+
+
+@jit
+def filter_options(logits, temperature, top_k, top_p, min_p):
+    """Turn logits into unnormalised weights, in place; returns their sum, 0 if all are -inf.
+
+    logits: [n] float64. In llama.cpp's default order: the ``top_k`` largest (0 = all), then the
+    fewest whose mass reaches ``top_p``, then those of at least ``min_p`` times the largest, each
+    by the softmax at temperature 1; what is left is weighed at ``temperature`` > 0. Ties keep
+    the earlier option. O(n), with top_k or top_p O(n log n).
+    """
+    n = logits.shape[0]
+    largest = -np.inf
+    for i in range(n):
+        largest = max(largest, logits[i])
+    if largest == -np.inf:
+        logits[:] = 0.0
+        return 0.0
+    if largest == np.inf:
+        for i in range(n):
+            logits[i] = 0.0 if logits[i] == np.inf else -np.inf
+        largest = 0.0
+    if 0 < top_k < n or top_p < 1.0:
+        order = np.argsort(-logits, kind="mergesort")
+        kept = n
+        if top_k > 0:
+            kept = min(n, top_k)
+        total = 0.0
+        for i in range(kept):
+            total += math.exp(logits[order[i]] - largest)
+        reached = 0.0
+        n_reached = 0
+        while n_reached < kept:
+            reached += math.exp(logits[order[n_reached]] - largest)
+            n_reached += 1
+            if reached >= top_p * total:
+                break
+        for i in range(n_reached, n):
+            logits[order[i]] = -np.inf
+    total = 0.0
+    for i in range(n):
+        if math.exp(logits[i] - largest) < min_p:
+            logits[i] = 0.0
+        else:
+            logits[i] = math.exp((logits[i] - largest) / temperature)
+        total += logits[i]
+    return total
+
+
+@jit
+def sample_token(address, row):
+    """Draw from the options: a token id, END, or TROUBLE, as ``pick_token``; allocates O(K).
+
+    Temperature 0 is ``pick_token``; a stop under ``mass`` is drawn with its share of the softmax,
+    subject to the same filters as the children.
+    """
+    cursor = view_cursor(address)
+    if cursor["state"] != ARMED or cursor["temperature"] <= 0.0:
+        return pick_token(address, row)
+    if not _begin_pick(cursor, row):
+        return TROUBLE
+    start, stop = child_range(cursor)
+    if start == stop:
+        return best_end_token(cursor, row)
+    room = stop - start + max(np.int64(1), np.int64(cursor["n_end"]))
+    ids = np.empty(room, np.int32)
+    logits = np.empty(room, np.float64)
+    n_options = gather_options(cursor, row, ids, logits)
+    weights = logits[:n_options]
+    total = filter_options(weights, cursor["temperature"], cursor["top_k"], cursor["top_p"], cursor["min_p"])
+    if total == 0.0:
+        return _pick_lowest(cursor, view_tokens(cursor), start, stop)
+    left = draw_uniform(cursor) * total
+    drawn = -1
+    for i in range(n_options):
+        if weights[i] > 0.0:
+            drawn = i
+            left -= weights[i]
+            if left < 0.0:
+                break
+    if ids[drawn] == END:
+        return best_end_token(cursor, row)
+    return ids[drawn]
+
+
+# --- numbers of a pick, and the mask -----------------------------------------------------------
+
+
+@jit
+def score_pick(cursor, row, picked):
+    """Write ``logprob``, ``margin`` and ``is_forced`` of a pick made from this row at this node.
+
+    logprob: nats, of the pick in the softmax over the options (0 where there is only one);
+    margin: nats between the best option and the second (inf where there is only one). The end
+    tokens share one log-probability, for which of them ends a span is no decision. O(K).
+    """
+    cursor["logprob"] = 0.0
+    cursor["margin"] = np.inf
+    start, stop = child_range(cursor)
+    at_leaf = ends_leaf(cursor)
+    n_options = stop - start + (1 if at_leaf else 0)
+    cursor["is_forced"] = cursor["state"] == ARMED and n_options == 1 and not at_leaf
+    if cursor["state"] != ARMED or n_options < 2:
+        return
+    token = view_tokens(cursor)
+    # Greedy weighs the end tokens one by one, their share of the softmax is that of all.
+    stop_best, stop_logit = -np.inf, -np.inf
+    if at_leaf and cursor["on_end"] == ON_END_MASS:
+        stop_best = stop_logit = cursor["stop_logit"]
+    elif at_leaf:
+        ends = view_end_tokens(cursor)
+        stop_logit = _logsumexp_at(row, ends)
+        best = argmax_child(row, ends, 0, ends.shape[0])
+        if best != NO_NODE:
+            stop_best = np.float64(row[ends[best]])
+    first, second = stop_best, -np.inf
+    for node in range(start, stop):
+        logit = np.float64(row[token[node]])
+        if logit > first:
+            first, second = logit, first
+        elif logit > second:
+            second = logit
+    if first == -np.inf or first == np.inf:
+        cursor["margin"] = 0.0
+        cursor["logprob"] = -math.log(n_options)
+        return
+    total = math.exp(stop_logit - first)
+    for node in range(start, stop):
+        logit = np.float64(row[token[node]])
+        if logit == logit:
+            total += math.exp(logit - first)
+    chosen = stop_logit
+    if find_child(token, start, stop, picked) != NO_NODE:
+        chosen = np.float64(row[picked])
+    cursor["margin"] = first - second
+    cursor["logprob"] = chosen - first - math.log(total)
+
+
+@jit
+def _logsumexp_at(row, ids):
+    """Logsumexp of the row over ``ids``; NaN counts as -inf."""
+    largest = -np.inf
+    for i in range(ids.shape[0]):
+        if row[ids[i]] > largest:
+            largest = row[ids[i]]
+    if largest == -np.inf or largest == np.inf:
+        return largest
+    total = 0.0
+    for i in range(ids.shape[0]):
+        if row[ids[i]] == row[ids[i]]:
+            total += math.exp(np.float64(row[ids[i]]) - largest)
+    return largest + math.log(total)
+
+
+@jit
+def measure_valid_mass(address, row):
+    """The model's own probability that its next token is one of the children. O(V)."""
+    cursor = view_cursor(address)
+    if row.shape[0] < cursor["min_width"]:
+        return np.nan
+    token = view_tokens(cursor)
+    start, stop = child_range(cursor)
+    inside = _logsumexp_at(row, token[start:stop])
+    outside = foreign_logsumexp(row, token, start, stop)
+    if inside == -np.inf:
+        return 0.0
+    return 1.0 / (1.0 + math.exp(min(outside - inside, 700.0)))
+
+
+@jit
+def keep_only(row, token):
+    """Leave one token in the row, in place: all others become -inf. O(V).
+
+    A logit of NaN or -inf is replaced by 0: samplers downstream need one finite candidate.
+    """
+    kept = row[token]
+    row[:] = -np.inf
+    row[token] = kept if kept > -np.inf else 0.0
+
+
+@jit
+def keep_allowed(address, row):
+    """Set every token that is not allowed to -inf, in place; released: nothing. O(V)."""
+    cursor = view_cursor(address)
+    if cursor["state"] == RELEASED:
+        return
+    token = view_tokens(cursor)
+    start, stop = child_range(cursor)
+    ends = view_end_tokens(cursor)
+    if cursor["state"] == FINISHED:
+        stop = start
+    elif not ends_leaf(cursor):
+        ends = ends[:0]
+    position = 0
+    node = start
+    end = 0
+    # Children and end tokens are merged in ascending order, the gaps between them filled.
+    while node < stop or end < ends.shape[0]:
+        kept = token[node] if node < stop else ends[end]
+        if end < ends.shape[0] and ends[end] <= kept:
+            kept = ends[end]
+            end += 1
+        if node < stop and token[node] == kept:
+            node += 1
+        row[position:kept] = -np.inf
+        position = kept + 1
+    row[position:] = -np.inf
+
+
+@jit
+def constrain_row(address, row, samples):
+    """One step of a logits processor: pick, score the pick, leave only it in the row. O(V).
+
+    Returns what ``pick_token`` returns; on END or TROUBLE without a token the row is untouched.
+    """
+    picked = sample_token(address, row) if samples else pick_token(address, row)
+    cursor = view_cursor(address)
+    token = cursor["picked"] if picked == TROUBLE else picked
+    if token < 0:
+        return picked
+    score_pick(cursor, row, token)
+    cursor["picked"] = token
+    keep_only(row, token)
+    return picked

@@ -1,0 +1,312 @@
+"""The wire format of a payload: which spans are constrained, and by which token sequences.
+
+    {"modelId": "...", "descriptors": [{"path": "action", "leaves": [{"name": "ALPHA", "tokens": [17, 4]}]}]}
+
+Three frozen Pydantic models mirror it: :class:`TokenTreePayload`, :class:`TokenTreeDescriptor` and
+:class:`TokenSequence`. Attributes are snake_case, keys on the wire camelCase. What is wrong with a value comes out of
+the constructors and of :meth:`TokenTreePayload.from_json` as a :class:`~trie_sampler.errors.PayloadError` that names
+the place; Pydantic's own doors (``model_validate`` and its like) keep Pydantic's own errors and warn of nothing.
+
+Checked here is what the payload alone can tell. Whether an id belongs to a vocabulary, and whether anything is left
+to choose from, is for the trie builder to say: negative ids and empty lists are valid payloads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import reprlib
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
+
+from trie_sampler.errors import PayloadError, TrieSamplerWarning
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+    from typing_extensions import Self
+
+__all__ = ["TokenSequence", "TokenTreeDescriptor", "TokenTreePayload"]
+
+_MAX_LISTED: Final = 5
+_MAX_KEY_LENGTH: Final = 40
+
+# The vacuous min_length makes Pydantic look inside the string; without a constraint lone surrogates pass.
+_Text = Annotated[str, StringConstraints(strict=True, min_length=0)]
+_TokenId = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
+
+_Loc = tuple[int | str, ...]
+
+
+class _WireModel(BaseModel):
+    """Frozen model whose constructor raises :class:`PayloadError` and takes either spelling of a key."""
+
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel, serialize_by_alias=True)
+
+    def __init__(self, /, **data: Any) -> None:
+        # The flags are given per call because a setting in model_config would override from_json's own.
+        try:
+            self.__pydantic_validator__.validate_python(
+                data, self_instance=self, by_alias=True, by_name=True, extra="forbid"
+            )
+        except ValidationError as error:
+            problems, unknown = _split_errors(error)
+            keywords = [_format_place(loc) for loc in unknown if len(loc) == 1]
+            if keywords:
+                raise TypeError(f"{error.title}: unexpected keyword {_list_some(keywords)}") from None
+            raise _payload_error(error.title, problems, unknown) from None
+
+    # Tells Pydantic that this does what BaseModel.__init__ does, so that validation need not call it for every
+    # nested object: calling it makes from_json three times slower.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+class TokenSequence(_WireModel):
+    """One allowed value and one token path that spells it.
+
+    Several sequences of one name are several spellings of one leaf.
+
+    Attributes:
+        name: the value as the caller knows it; any text without lone surrogates.
+        tokens: token ids in order, each an ``int`` (no bool, float or text) that fits int32; may be empty.
+
+    Raises:
+        PayloadError: a value is missing or of the wrong type or range.
+        TypeError: a keyword is unknown.
+
+    Example:
+        >>> TokenSequence(name="ALPHA", tokens=(17, 4))
+        TokenSequence(name='ALPHA', tokens=(17, 4))
+    """
+
+    name: _Text
+    tokens: tuple[_TokenId, ...]
+
+
+class TokenTreeDescriptor(_WireModel):
+    """One constrained span and the values allowed in it.
+
+    Attributes:
+        path: where the span is: ``action``, ``parameters.kind``, ``contexts[]``.
+        leaves: the allowed values; may be empty.
+
+    Raises:
+        PayloadError: a value is missing or of the wrong type.
+        TypeError: a keyword is unknown.
+
+    Example:
+        >>> TokenTreeDescriptor(path="action", leaves=(TokenSequence(name="A", tokens=(17,)),)).path
+        'action'
+    """
+
+    path: _Text
+    leaves: tuple[TokenSequence, ...]
+
+
+class TokenTreePayload(_WireModel):
+    """All that is to be constrained in one answer of one model.
+
+    Attributes:
+        model_id: the model whose token ids these are (``modelId`` on the wire).
+        descriptors: the constrained spans, no two of one path; may be empty.
+
+    Raises:
+        PayloadError: a value is missing or of the wrong type, or two descriptors have one path.
+        TypeError: a keyword is unknown.
+
+    Example:
+        >>> payload = TokenTreePayload.from_json('{"modelId": "m", "descriptors": []}')
+        >>> payload.to_json()
+        '{"modelId":"m","descriptors":[]}'
+        >>> TokenTreePayload(model_id="m", descriptors=()) == payload
+        True
+    """
+
+    model_id: _Text
+    descriptors: tuple[TokenTreeDescriptor, ...]
+
+    @model_validator(mode="after")
+    def _refuse_equal_paths(self) -> Self:
+        first_index: dict[str, int] = {}
+        for index, descriptor in enumerate(self.descriptors):
+            first = first_index.setdefault(descriptor.path, index)
+            if first != index:
+                places = f"descriptors[{first}] and descriptors[{index}]"
+                context = {"text": f"{places} have the same path {_show(descriptor.path)}"}
+                raise PydanticCustomError("duplicate_path", "{text}", context)
+        return self
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read a payload from its JSON, keys spelt in camelCase.
+
+        Unknown keys are ignored, with one :class:`~trie_sampler.errors.TrieSamplerWarning` that names them. Of a key
+        that occurs twice in one object only the last is looked at. Cost: O(bytes), about 2.5 times
+        ``json.loads``.
+
+        Args:
+            text: the JSON document; bytes are UTF-8 without a byte order mark.
+
+        Returns:
+            The payload, in the order of the document.
+
+        Raises:
+            PayloadError: the text is not JSON or not of the schema; the message names the place and what was found.
+            TypeError: ``text`` is neither ``str`` nor ``bytes``.
+
+        Example:
+            >>> TokenTreePayload.from_json('{"modelId": "m", "descriptors": 3}')
+            Traceback (most recent call last):
+            ...
+            trie_sampler.errors.PayloadError: TokenTreePayload: descriptors: expected a valid array, got 3 (int)
+        """
+        if not isinstance(text, str | bytes):
+            raise TypeError(f"from_json expects str or bytes, got {type(text).__name__}")
+        try:
+            raw = text.encode() if isinstance(text, str) else text
+        except UnicodeEncodeError as error:
+            raise PayloadError(f"{cls.__name__}: lone surrogate at character {error.start} of the text") from None
+        unknown: Iterable[_Loc] = ()
+        try:
+            payload = cls.model_validate_json(raw, extra="forbid")
+        except ValidationError as error:
+            problems, unknown = _split_errors(error)
+            if problems:
+                raise _payload_error(error.title, problems, unknown) from None
+            payload = cls._read_ignoring_unknown(raw)
+        if unknown:
+            keys = _list_some([_format_place(loc) for loc in unknown])
+            warnings.warn(f"{cls.__name__}: unknown keys ignored: {keys}", TrieSamplerWarning, stacklevel=2)
+        return payload
+
+    @classmethod
+    def _read_ignoring_unknown(cls, raw: bytes) -> Self:
+        # Pydantic reads NaN and Infinity as floats, so that one under an unknown key would pass.
+        json.loads(raw, parse_constant=_refuse_constant)
+        try:
+            return cls.model_validate_json(raw, extra="ignore")
+        except ValidationError as error:  # the paths are compared only when all else is right
+            raise _payload_error(error.title, _split_errors(error)[0], ()) from None
+
+    def to_json(self, *, canonical: bool = True) -> str:
+        """Write the payload as compact JSON: no spaces, non-ASCII kept, keys in the order of the schema.
+
+        Cost: O(bytes), and O(N log N) comparisons for N leaves if canonical.
+
+        Args:
+            canonical: sort descriptors by path and leaves by name, then tokens (text by code point), so that equal
+                constraints give equal text. Otherwise the order given is kept, and the text is what JavaScript's
+                ``JSON.stringify`` makes of the same object.
+
+        Returns:
+            The JSON document; :meth:`from_json` reads it back.
+
+        Example:
+            >>> leaves = (TokenSequence(name="ZULU", tokens=(9,)), TokenSequence(name="ALPHA", tokens=(17, 4)))
+            >>> descriptor = TokenTreeDescriptor(path="action", leaves=leaves)
+            >>> TokenTreePayload(model_id="m", descriptors=(descriptor,)).to_json()[47:]
+            '"leaves":[{"name":"ALPHA","tokens":[17,4]},{"name":"ZULU","tokens":[9]}]}]}'
+        """
+        descriptors: Iterable[TokenTreeDescriptor] = self.descriptors
+        if canonical:
+            descriptors = sorted(descriptors, key=lambda descriptor: descriptor.path)
+        document = {
+            "modelId": self.model_id,
+            "descriptors": [
+                {
+                    "path": descriptor.path,
+                    "leaves": [
+                        {"name": leaf.name, "tokens": leaf.tokens}
+                        for leaf in (sorted(descriptor.leaves, key=_leaf_order) if canonical else descriptor.leaves)
+                    ],
+                }
+                for descriptor in descriptors
+            ],
+        }
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the canonical JSON's UTF-8, as 64 hexadecimal digits.
+
+        Equal for payloads that differ only in order. Cost: that of :meth:`to_json`.
+
+        Example:
+            >>> TokenTreePayload(model_id="m", descriptors=()).digest()[:12]
+            '7e15c6e00d5b'
+        """
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def _leaf_order(leaf: TokenSequence) -> tuple[str, tuple[int, ...]]:
+    return leaf.name, leaf.tokens
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise PayloadError(f"{TokenTreePayload.__name__}: Invalid JSON: {constant} is not a JSON number")
+
+
+def _split_errors(error: ValidationError) -> tuple[list[ErrorDetails], list[_Loc]]:
+    """Return the errors of the schema, and the distinct places of unknown keys with every index as -1."""
+    problems = []
+    unknown: dict[_Loc, None] = {}
+    for problem in error.errors(include_url=False, include_context=False):
+        if problem["type"] == "extra_forbidden":
+            unknown[tuple(-1 if isinstance(part, int) else part for part in problem["loc"])] = None
+        else:
+            problems.append(problem)
+    return problems, list(unknown)
+
+
+def _payload_error(title: str, problems: list[ErrorDetails], unknown: Iterable[_Loc]) -> PayloadError:
+    """Build the one error for all that is wrong; unknown keys are named too, as they are often misspelt ones."""
+    parts = [_format_problem(problem) for problem in problems[:_MAX_LISTED]]
+    if len(problems) > _MAX_LISTED:
+        parts.append(f"and {len(problems) - _MAX_LISTED} more")
+    if unknown:
+        parts.append(f"unknown keys: {_list_some([_format_place(loc) for loc in unknown])}")
+    return PayloadError(f"{title}: {'; '.join(parts)}")
+
+
+def _format_problem(problem: ErrorDetails) -> str:
+    kind, found = problem["type"], problem["input"]
+    what = "this key is missing" if kind == "missing" else problem["msg"].replace("Input should be", "expected", 1)
+    if kind not in {"missing", "json_invalid", "duplicate_path"}:
+        what += f", got {_show(found)} ({type(found).__name__})"
+    return f"{_format_place(problem['loc'])}: {what}" if problem["loc"] else what
+
+
+def _format_place(loc: _Loc) -> str:
+    """Write a location as ``descriptors[0].leaves[3]``, an index of -1 as ``[]``."""
+    place = ""
+    for part in loc:
+        if isinstance(part, int):
+            place += f"[{part}]" if part >= 0 else "[]"
+        elif part.isidentifier() and len(part) <= _MAX_KEY_LENGTH:
+            place += f".{part}" if place else part
+        else:
+            place += f"[{_show(part)}]"
+    return place
+
+
+def _list_some(items: list[str]) -> str:
+    n_more = len(items) - _MAX_LISTED
+    return ", ".join(items[:_MAX_LISTED]) + (f", and {n_more} more" if n_more > 0 else "")
+
+
+class _FoundRepr(reprlib.Repr):
+    """Bounded representation of whatever was found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 1
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write out an integer of more than 4300 digits.
+        return super().repr_int(x, level) if x.bit_length() <= 64 else f"<{x.bit_length()} bits>"  # noqa: PLR2004
+
+
+_show = _FoundRepr().repr

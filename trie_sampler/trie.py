@@ -1,0 +1,547 @@
+"""``TokenTrie``: the immutable trie over token paths, shared by everyone who walks it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trie_sampler.build import build_arrays
+from trie_sampler.errors import (
+    EmptyTrieError,
+    TrieSamplerError,
+    TrieSamplerWarning,
+    UnknownPathError,
+    VocabMismatchError,
+)
+from trie_sampler.kernels import find_child_of
+from trie_sampler.layout import LEAF, NO_LEAF, NO_TOKEN, OFFSET, TOKEN
+from trie_sampler.payload import TokenSequence, TokenTreePayload
+from trie_sampler.tokens import Choices, ChoicesLike, Tokenizer, tokenize_choices
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+
+_N_SAMPLED_LEAVES = 64
+"""How many leaves of a payload are compared with their names to tell another model's payload."""
+
+
+class Collision(NamedTuple):
+    """Two names with equal tokens: only one could ever come out."""
+
+    kept: str
+    dropped: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class TokenTrie:
+    """Token paths as three flat arrays, read-only; make one with a ``from_...`` method.
+
+    Nodes are numbered breadth-first: the children of node ``s`` are the nodes
+    ``first_child[s] .. first_child[s+1] - 1``, ascending by token. A payload's descriptors are
+    several roots over the same arrays. 12 bytes a node, names apart. Threads and forks share it.
+
+    Attributes:
+        token: [S] int32, the token that enters the node; -1 at a root.
+        first_child: [S+1] int32.
+        leaf: [S] int32, index of the leaf that ends here; -1 where none does.
+        depth: tokens of the longest path.
+        tail: the prompt's text that the paths were tokenized after; ``None`` where unknown.
+
+    Example:
+        >>> trie = TokenTrie.from_sequences([("REPLY", [5]), ("REPLY_THREAD", [5, 6])])
+        >>> trie.children(trie.root).tolist()
+        [5]
+        >>> trie.leaf_name(trie.step(trie.root, 5))
+        'REPLY'
+    """
+
+    token: npt.NDArray[np.int32]
+    first_child: npt.NDArray[np.int32]
+    leaf: npt.NDArray[np.int32]
+    depth: int
+    tail: bytes | None
+    _roots: Mapping[str, int]
+    _names: _Names | None
+    _collided: npt.NDArray[np.int32]
+
+    # --- making one ----------------------------------------------------------------------------
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Iterable[TokenSequence | tuple[str, Sequence[int]]],
+        *,
+        tail: bytes | None = None,
+    ) -> TokenTrie:
+        """Build from named token paths; one name may come with several.
+
+        Args:
+            sequences: ``TokenSequence`` or ``(name, tokens)``; the order is of no account.
+            tail: the text that the paths were tokenized behind, where that is known.
+
+        Raises:
+            EmptyTrieError: no leaf with a token.
+            VocabMismatchError: a negative id, or one past int32.
+
+        Cost: O(T) for T tokens in all.
+        """
+        return cls._from_leaves([("", sequences)], tail)
+
+    @classmethod
+    def from_ragged(
+        cls,
+        tokens: npt.ArrayLike,
+        offsets: npt.ArrayLike,
+        names: Sequence[str] | None = None,
+    ) -> TokenTrie:
+        """Build from all paths in one array, the way for millions of them.
+
+        Args:
+            tokens: [T] integers, the paths one after the other.
+            offsets: [N+1] integers, path i is ``tokens[offsets[i]:offsets[i+1]]``.
+            names: [N] names; ``None`` names a leaf by its index in decimal.
+
+        Raises:
+            ValueError: the shapes do not fit together.
+            EmptyTrieError, VocabMismatchError: as ``from_sequences``.
+
+        Example:
+            >>> trie = TokenTrie.from_ragged([5, 5, 6], [0, 1, 3])
+            >>> trie.n_leaves, trie.n_nodes
+            (2, 3)
+        """
+        ids = _token_array(tokens)
+        bounds = np.asarray(offsets)
+        if bounds.ndim != 1 or bounds.size == 0 or bounds.dtype.kind not in "iu":
+            raise ValueError(f"offsets must be [N+1] integers, got {bounds.dtype} {bounds.shape}")
+        bounds = bounds.astype(OFFSET)
+        if bounds[0] != 0 or bounds[-1] != len(ids) or np.any(np.diff(bounds) < 0):
+            raise ValueError(f"offsets must ascend from 0 to {len(ids)}, the number of tokens")
+        n_leaves = len(bounds) - 1
+        if names is None:
+            leaf_of_path = np.arange(n_leaves, dtype=LEAF)
+            return cls._from_paths(ids, bounds, np.array([0, n_leaves]), leaf_of_path, None, [""])
+        if len(names) != n_leaves:
+            raise ValueError(f"{len(names)} names for {n_leaves} paths")
+        index_of: dict[str, int] = {}
+        leaf_of_path = np.fromiter((index_of.setdefault(name, len(index_of)) for name in names), LEAF, n_leaves)
+        return cls._from_paths(ids, bounds, np.array([0, n_leaves]), leaf_of_path, list(index_of), [""])
+
+    @classmethod
+    def from_payload(
+        cls,
+        payload: TokenTreePayload | str | bytes,
+        path: str | None = None,
+        *,
+        vocab: Tokenizer | None = None,
+        strict: bool = False,
+    ) -> TokenTrie:
+        """Build from the wire format: one root a descriptor, or only the one of ``path``.
+
+        Args:
+            payload: the model, or its JSON.
+            path: take only this descriptor.
+            vocab: check the ids against this vocabulary, and 64 leaves against their names.
+            strict: make a failed comparison of names an error instead of a warning.
+
+        Raises:
+            PayloadError: malformed JSON or schema.
+            EmptyTrieError: no descriptor, or one without any leaf that has tokens.
+            UnknownPathError: no descriptor of that path.
+            VocabMismatchError: ids outside the vocabulary, an end-of-generation id in a leaf, or
+                under ``strict`` leaves that do not spell their names.
+        """
+        if isinstance(payload, (str, bytes)):
+            payload = TokenTreePayload.from_json(payload)
+        descriptors = payload.descriptors
+        if path is not None:
+            descriptors = tuple(d for d in descriptors if d.path == path)
+            if not descriptors:
+                raise UnknownPathError(_unknown_path(path, [d.path for d in payload.descriptors]))
+        if not descriptors:
+            raise EmptyTrieError("the payload has no descriptors, so there is nothing to choose from")
+        trie = cls._from_leaves([(d.path, d.leaves) for d in descriptors])
+        if vocab is not None:
+            trie.check_vocab(vocab, strict=strict)
+        return trie
+
+    @classmethod
+    def from_choices(
+        cls,
+        llm: Llama | Tokenizer,
+        choices: ChoicesLike,
+        *,
+        prompt: Any = None,
+        lead: str = "auto",
+    ) -> TokenTrie:
+        """Build from text: each choice tokenized as it continues the prompt.
+
+        Args:
+            llm: a ``Llama``, or any ``Tokenizer``.
+            choices: list of strings, dict name -> text, ``Enum`` class or ``Literal``.
+            prompt: text, token ids or chat messages that the choice will follow; ``None`` is the
+                start of a text. The space rules and merges at its end decide the tokens.
+            lead: ``""`` or ``" "`` spells every choice so; ``"auto"`` takes no space after
+                whitespace, an opening quote or bracket or a control token, else both spellings.
+
+        Raises:
+            EmptyTrieError: no choices, or none with a token.
+            VocabMismatchError: a choice that the vocabulary cannot spell.
+            TypeError, ValueError: ``choices`` or ``lead`` of another kind.
+        """
+        from trie_sampler.llama.vocab import as_tokenizer, prompt_tokens
+
+        tokenizer = as_tokenizer(llm)
+        normal = Choices.of(choices)
+        prompt_ids = None if prompt is None else prompt_tokens(llm, prompt)
+        spelled = tokenize_choices(tokenizer, normal, prompt_ids, lead=lead)
+        return cls.from_sequences(spelled.paths, tail=spelled.tail)
+
+    @classmethod
+    def _from_leaves(
+        cls,
+        groups: Sequence[tuple[str, Iterable[TokenSequence | tuple[str, Sequence[int]]]]],
+        tail: bytes | None = None,
+    ) -> TokenTrie:
+        """Flatten (path, leaves) groups; leaves of one name within a group are one leaf."""
+        tokens: list[int] = []
+        offsets = [0]
+        root_offsets = [0]
+        leaf_of_path: list[int] = []
+        names: list[str] = []
+        for path, leaves in groups:
+            index_of: dict[str, int] = {}
+            empty: list[str] = []
+            for leaf in leaves:
+                name, ids = (leaf.name, leaf.tokens) if isinstance(leaf, TokenSequence) else leaf
+                if len(ids) == 0:
+                    empty.append(name)
+                    continue
+                if name not in index_of:
+                    index_of[name] = len(names)
+                    names.append(name)
+                tokens.extend(ids)
+                offsets.append(len(tokens))
+                leaf_of_path.append(index_of[name])
+            where = f"descriptor {path!r}" if path else "the trie"
+            if not index_of:
+                raise EmptyTrieError(f"{where} has no leaf with tokens, so there is nothing to choose from")
+            if empty:
+                warnings.warn(
+                    f"{where}: skipped {len(empty)} leaves without tokens: {_some(empty)}",
+                    TrieSamplerWarning,
+                    stacklevel=4,
+                )
+            root_offsets.append(len(leaf_of_path))
+        return cls._from_paths(
+            _token_array(tokens),
+            np.array(offsets, OFFSET),
+            np.array(root_offsets, OFFSET),
+            np.array(leaf_of_path, LEAF),
+            names,
+            [path for path, _ in groups],
+            tail,
+        )
+
+    @classmethod
+    def _from_paths(
+        cls,
+        tokens: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64],
+        root_offsets: npt.NDArray[np.int64],
+        leaf_of_path: npt.NDArray[np.int32],
+        names: list[str] | None,
+        paths: Sequence[str],
+        tail: bytes | None = None,
+    ) -> TokenTrie:
+        lengths = np.diff(offsets)
+        if not lengths.all():
+            kept = lengths > 0
+            n_empty = int(np.count_nonzero(~kept))
+            if n_empty == len(lengths):
+                raise EmptyTrieError("no leaf has tokens, so there is nothing to choose from")
+            warnings.warn(f"skipped {n_empty} leaves without tokens", TrieSamplerWarning, stacklevel=4)
+            leaf_of_path = leaf_of_path[kept]
+            offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
+            root_offsets = np.array([0, len(leaf_of_path)])
+        if not len(lengths):
+            raise EmptyTrieError("there are no leaves, so there is nothing to choose from")
+        arrays = build_arrays(tokens, offsets, root_offsets, leaf_of_path)
+        collided = np.stack([arrays.collided_node, arrays.collided_leaf])
+        if names is not None and collided.size:
+            collided = _settle_collisions(arrays.leaf, collided, names)
+        return cls._from_arrays(
+            arrays.token,
+            arrays.first_child,
+            arrays.leaf,
+            arrays.depth,
+            tail,
+            {path: root for root, path in enumerate(paths)},
+            None if names is None else _Names.of(names),
+            collided,
+        )
+
+    @classmethod
+    def _from_arrays(cls, token: Any, first_child: Any, leaf: Any, *rest: Any) -> TokenTrie:
+        for array in (token, first_child, leaf):
+            array.setflags(write=False)
+        return cls(token, first_child, leaf, *rest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.token, self.first_child, self.leaf, self.depth, self.tail)
+        return TokenTrie._from_arrays, (*fields, self._roots, self._names, self._collided)
+
+    # --- asking it -----------------------------------------------------------------------------
+
+    @property
+    def roots(self) -> dict[str, int]:
+        """Descriptor path -> root node; a trie without descriptors has the path ``""``."""
+        return dict(self._roots)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The descriptors' paths, in the payload's order."""
+        return tuple(self._roots)
+
+    @property
+    def root(self) -> int:
+        """The root node of the only descriptor.
+
+        Raises:
+            UnknownPathError: there are several; see ``roots``.
+        """
+        if len(self._roots) > 1:
+            raise UnknownPathError(f"the trie has several roots; take one of {list(self._roots)}")
+        return 0
+
+    def root_of(self, path: str) -> int:
+        """The root node of a descriptor.
+
+        Raises:
+            UnknownPathError: there is none of that path; the message lists the paths.
+        """
+        if path not in self._roots:
+            raise UnknownPathError(_unknown_path(path, list(self._roots)))
+        return self._roots[path]
+
+    @property
+    def n_nodes(self) -> int:
+        """S, roots included."""
+        return len(self.token)
+
+    @property
+    def n_leaves(self) -> int:
+        """Leaves that can be reached: distinct names that no collision took the last path of."""
+        n_names = int(self.leaf.max()) + 1 if self._names is None else len(self._names)
+        lost = np.unique(self._collided[1])
+        return n_names - int(np.count_nonzero(~np.isin(lost, self.leaf)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three arrays; the names are not counted."""
+        return self.token.nbytes + self.first_child.nbytes + self.leaf.nbytes
+
+    @property
+    def max_token(self) -> int:
+        """The largest token id of any path."""
+        return int(self.token.max())
+
+    def step(self, node: int, token: int) -> int:
+        """The node that ``token`` leads to from ``node``, or -1. O(log K)."""
+        self._check_node(node)
+        if not 0 <= token <= np.iinfo(TOKEN).max:
+            return -1
+        return int(find_child_of(self.token, self.first_child, node, token))
+
+    def children(self, node: int) -> npt.NDArray[np.int32]:
+        """[K] int32 view: the tokens that may follow at ``node``, ascending."""
+        self._check_node(node)
+        return self.token[self.first_child[node] : self.first_child[node + 1]]
+
+    def is_terminal(self, node: int) -> bool:
+        """Whether a leaf ends at ``node``; it may go on as another."""
+        self._check_node(node)
+        return bool(self.leaf[node] != NO_LEAF)
+
+    def leaf_name(self, node: int) -> str | None:
+        """Name of the leaf that ends at ``node``, ``None`` where none does."""
+        self._check_node(node)
+        leaf = int(self.leaf[node])
+        return None if leaf == NO_LEAF else self._name(leaf)
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """The tokens from the root to ``node``. O(D log S)."""
+        self._check_node(node)
+        tokens: list[int] = []
+        while self.token[node] != NO_TOKEN:
+            tokens.append(int(self.token[node]))
+            node = int(np.searchsorted(self.first_child, node, side="right")) - 1
+        return tuple(reversed(tokens))
+
+    def leaves(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """All (name, tokens) that can come out, in node order. O(S D log S): for small tries."""
+        for node in np.flatnonzero(self.leaf != NO_LEAF):
+            yield self._name(int(self.leaf[node])), self.path_tokens(int(node))
+
+    @property
+    def collisions(self) -> tuple[Collision, ...]:
+        """Names that share their tokens with a smaller name and lost that path to it."""
+        return tuple(
+            Collision(self._name(int(self.leaf[node])), self._name(int(leaf)), self.path_tokens(int(node)))
+            for node, leaf in self._collided.T
+        )
+
+    def _name(self, leaf: int) -> str:
+        return str(leaf) if self._names is None else self._names[leaf]
+
+    def _check_node(self, node: int) -> None:
+        if not 0 <= node < len(self.token):
+            raise IndexError(f"node {node} is not in 0 .. {len(self.token) - 1}")
+
+    # --- checking it ---------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every structural promise of the arrays. O(S).
+
+        Raises:
+            TrieSamplerError: one does not hold; the message says which.
+        """
+        first, n_nodes, n_roots = self.first_child, self.n_nodes, len(self._roots)
+        n_names = n_nodes if self._names is None else len(self._names)
+        inner = np.ones(n_nodes, bool)
+        # Siblings ascend: only a family's first member may have a smaller token than its neighbour.
+        inner[: min(n_roots, n_nodes)] = False
+        inner[first[:-1][first[:-1] < n_nodes]] = False
+        checks = {
+            "first_child has S+1 entries": len(first) == n_nodes + 1 and len(self.leaf) == n_nodes,
+            "roots come first": bool(np.all(self.token[:n_roots] == NO_TOKEN)),
+            "children follow the roots": first[0] == n_roots and first[-1] == n_nodes,
+            "first_child ascends": bool(np.all(np.diff(first) >= 0)),
+            "children come after parents": bool(np.all(first[:-1] > np.arange(n_nodes))),
+            "tokens are ids": bool(np.all(self.token[n_roots:] >= 0)),
+            "siblings ascend": bool(np.all(np.diff(self.token)[inner[1:]] > 0)),
+            "leaf indices are in range": bool(np.all((self.leaf >= -1) & (self.leaf < n_names))),
+            "every branch ends in a leaf": bool(np.all((np.diff(first) > 0) | (self.leaf >= 0))),
+        }
+        for promise, holds in checks.items():
+            if not holds:
+                raise TrieSamplerError(f"damaged trie: {promise!r} does not hold")
+
+    def check_vocab(self, vocab: Tokenizer, *, strict: bool = False) -> None:
+        """Check that the paths belong to a vocabulary.
+
+        Args:
+            vocab: the vocabulary at hand.
+            strict: raise, instead of warn, where leaves do not spell their names.
+
+        Raises:
+            VocabMismatchError: an id >= V, an end-of-generation id inside a leaf, or under
+                ``strict`` a leaf (of 64 looked at) whose tokens do not spell its name.
+        """
+        if self.max_token >= vocab.n_vocab:
+            self._refuse_token(int(np.argmax(self.token >= vocab.n_vocab)), f"V is {vocab.n_vocab}")
+        ends = np.isin(self.token, np.fromiter(vocab.eog_ids, TOKEN))
+        if ends.any():
+            self._refuse_token(int(np.argmax(ends)), "it ends the generation")
+        terminals = np.flatnonzero(self.leaf != NO_LEAF)
+        picked = terminals[np.linspace(0, len(terminals) - 1, _N_SAMPLED_LEAVES).astype(int)]
+        wrong = []
+        for node in dict.fromkeys(picked.tolist()):
+            name, tokens = self._name(int(self.leaf[node])), self.path_tokens(node)
+            text = vocab.detokenize(tokens).decode("utf-8", "replace")
+            if text.strip() != name.strip():
+                wrong.append(f"{name!r} is spelled {text!r} here")
+        if wrong:
+            message = f"leaves that do not spell their names, perhaps of another model: {_some(wrong)}"
+            if strict:
+                raise VocabMismatchError(message)
+            warnings.warn(message, TrieSamplerWarning, stacklevel=3)
+
+    def _refuse_token(self, node: int, why: str) -> None:
+        path = self.path_tokens(node)
+        leaf = node
+        while self.leaf[leaf] == NO_LEAF:
+            leaf = int(self.first_child[leaf])
+        raise VocabMismatchError(
+            f"leaf {self.leaf_name(leaf)!r}: token {path[-1]} at index {len(path) - 1} "
+            f"cannot be part of a choice: {why}"
+        )
+
+    def __repr__(self) -> str:
+        """Counts, not contents: a trie may hold millions of leaves."""
+        roots = f", paths={list(self._roots)}" if self.paths != ("",) else ""
+        return (
+            f"TokenTrie(n_leaves={self.n_leaves}, n_nodes={self.n_nodes}, "
+            f"depth={self.depth}, nbytes={self.nbytes}{roots})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """N names as one blob: 10 million of them are two arrays, not 10 million objects."""
+
+    blob: bytes
+    offsets: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> _Names:
+        encoded = [name.encode("utf-8", "surrogatepass") for name in names]
+        offsets = np.zeros(len(encoded) + 1, OFFSET)
+        np.cumsum(np.fromiter(map(len, encoded), OFFSET, len(encoded)), out=offsets[1:])
+        return cls(b"".join(encoded), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, leaf: int) -> str:
+        start, stop = int(self.offsets[leaf]), int(self.offsets[leaf + 1])
+        return self.blob[start:stop].decode("utf-8", "surrogatepass")
+
+
+def _settle_collisions(
+    leaf: npt.NDArray[np.int32], collided: npt.NDArray[np.int32], names: Sequence[str]
+) -> npt.NDArray[np.int32]:
+    """Give each shared terminal to the smallest name, in place; returns the (node, loser) pairs."""
+    rivals: dict[int, set[int]] = {}
+    for node, loser in collided.T.tolist():
+        rivals.setdefault(node, {int(leaf[node])}).add(loser)
+    settled = []
+    for node, leaves in rivals.items():
+        winner, *losers = sorted(leaves, key=names.__getitem__)
+        leaf[node] = winner
+        settled += [(node, loser) for loser in losers]
+    return np.array(settled, LEAF).T
+
+
+def _token_array(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """[T] int32; ids that are no int32 >= 0 are refused, never wrapped."""
+    try:
+        ids = np.asarray(tokens)
+    except OverflowError as error:
+        raise VocabMismatchError(f"token ids must fit int32: {error}") from error
+    if ids.ndim != 1:
+        raise ValueError(f"tokens must be one-dimensional, got shape {ids.shape}")
+    if ids.size == 0:
+        return np.empty(0, TOKEN)
+    if ids.dtype.kind not in "iu":
+        raise VocabMismatchError(f"token ids must be integers, got {ids.dtype}")
+    bad = (ids < 0) | (ids > np.iinfo(TOKEN).max)
+    if bad.any():
+        place = int(np.argmax(bad))
+        raise VocabMismatchError(f"token id {ids[place]} (at {place} of all tokens) is no id: 0 .. 2^31-1")
+    return ids.astype(TOKEN)
+
+
+def _unknown_path(path: str, known: Sequence[str]) -> str:
+    return f"there is no descriptor {path!r}; the paths are {_some([repr(k) for k in known])}"
+
+
+def _some(items: Sequence[str], limit: int = 3) -> str:
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
