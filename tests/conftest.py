@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 
 MODEL_PATHS: dict[str, Callable[[], Path]] = {"smollm2": models.smollm2_path, "gemma": models.gemma_path}
 
+# Files that need neither llama_cpp nor a model, and pass with NUMBA_DISABLE_JIT=1 too.
+CORE_FILES = {
+    "test_architecture",
+    "test_build",
+    "test_cursor",
+    "test_jit",
+    "test_kernels",
+    "test_payload",
+    "test_tokens",
+    "test_trie",
+}
+
 # too_slow: the first example of a run may have to compile a kernel.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("default", max_examples=100, derandomize=True, database=None, **_COMMON)
@@ -41,6 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long; runs with --run-slow")
+    config.addinivalue_line("markers", "core: needs no llama_cpp; runs as plain Python too")
     config.addinivalue_line("markers", "model(*names): needs real models, 'smollm2' or 'gemma'; both without names")
     if config.getoption("--run-slow") and not config.getoption("--hypothesis-profile", default=None):
         settings.load_profile("slow")
@@ -49,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     run_slow = config.getoption("--run-slow")
     for item in items:
+        if item.path.stem in CORE_FILES:
+            item.add_marker(pytest.mark.core)
         if not run_slow and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: needs --run-slow"))
         names = {"smollm2", "gemma", "llm"}.intersection(getattr(item, "fixturenames", ()))

@@ -115,6 +115,17 @@ def _clean(row: np.ndarray | Sequence[float]) -> np.ndarray:
     return out
 
 
+def row_of(probabilities: Mapping[int, float], width: int, rest: int | None = None) -> np.ndarray:
+    """Logits log(p); what is missing to 1 goes to the id ``rest``, everything else to -inf."""
+    p = np.zeros(width)
+    for token, value in probabilities.items():
+        p[token] = value
+    if rest is not None:
+        p[rest] = 1 - p.sum()
+    with np.errstate(divide="ignore"):
+        return np.log(p)
+
+
 def logsumexp(logits: np.ndarray | Sequence[float]) -> float:
     """log(sum_i exp(x_i)) = m + log(sum_i exp(x_i - m)) with m = max_i x_i; -inf for nothing, +inf if any x_i is."""
     x = _clean(logits)

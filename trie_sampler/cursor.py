@@ -304,11 +304,12 @@ class TrieCursor:
         """
         if self._record["state"][0] == layout.RELEASED:
             return Step(layout.NO_TOKEN, 0.0, np.inf, False)
-        token: int = kernels.constrain_row(self._address, row, samples)
+        token: int = kernels.score_row(self._address, row, samples)
         if token <= layout.TROUBLE:
             token = self._settle(row)
         if token == layout.END:
             raise TrieSamplerError("the choice is over, and no end token is known to say so")
+        kernels.keep_only(row, token)
         record = self._record[0]
         return Step(token, float(record["logprob"]), float(record["margin"]), bool(record["is_forced"]))
 

@@ -23,10 +23,22 @@ def jit(function: Callable[..., Any]) -> Any:
     Numba's disk cache does not see edits in other files, so a compiled function calls only
     compiled functions of its own file.
     """
+    return _compile_on_call(function, fastmath=False)
+
+
+def jit_sum(function: Callable[..., Any]) -> Any:
+    """``jit`` for a sum whose order does not matter: it may use vector lanes and fused products.
+
+    NaN and infinity keep their meaning.
+    """
+    return _compile_on_call(function, fastmath={"reassoc", "contract"})
+
+
+def _compile_on_call(function: Callable[..., Any], **options: Any) -> Any:
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        return numba.njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:  # "no locator available": neither folder can hold a cache
-        return numba.njit(nogil=True)(function)
+        return numba.njit(nogil=True, **options)(function)
 
 
 class _CompileLog(event.Listener):

@@ -32,7 +32,7 @@ from numba.extending import intrinsic, overload
 from numba.np.numpy_support import from_dtype
 
 from trie_sampler import layout
-from trie_sampler.jit import jit
+from trie_sampler.jit import jit, jit_sum
 from trie_sampler.layout import (
     ALL_INVALID,
     ARMED,
@@ -280,8 +280,59 @@ def argmax_child(row, token, start, stop):
 
 
 @jit
+def largest_between(row, start, stop):
+    """Find the largest logit in row[start:stop], -inf if there is none.
+
+    Four independent maxima: one alone waits four cycles on itself at each step.
+    """
+    a, b, c, d = -np.inf, -np.inf, -np.inf, -np.inf
+    i = start
+    while i + 4 <= stop:
+        if row[i] > a:
+            a = np.float64(row[i])
+        if row[i + 1] > b:
+            b = np.float64(row[i + 1])
+        if row[i + 2] > c:
+            c = np.float64(row[i + 2])
+        if row[i + 3] > d:
+            d = np.float64(row[i + 3])
+        i += 4
+    while i < stop:
+        if row[i] > a:
+            a = np.float64(row[i])
+        i += 1
+    return max(a, b, c, d)
+
+
+@jit_sum
+def sum_exp_between(row, start, stop, largest):
+    """Sum of exp(row[i] - largest) over start .. stop, for finite largest >= every row[i].
+
+    exp(x) = exp(x / 256) ** 256 with a Taylor polynomial of degree 7: only products and sums, so
+    that the loop uses vector lanes (4 x faster than the library's exp). Relative error below 1e-11
+    down to x = -20, below 1e-6 at -100, where a term stops counting.
+    """
+    total = 0.0
+    for i in range(start, stop):
+        x = np.float64(row[i]) - largest
+        y = max(x, -100.0) * (1 / 256)
+        power = 1 / 24 + y * (1 / 120 + y * (1 / 720 + y * (1 / 5040)))
+        power = 1.0 + y * (1.0 + y * (0.5 + y * (1 / 6 + y * power)))
+        power *= power
+        power *= power
+        power *= power
+        power *= power
+        power *= power
+        power *= power
+        power *= power
+        power *= power
+        total += power if x > -100.0 else 0.0
+    return total
+
+
+@jit
 def foreign_logsumexp(row, token, start, stop):
-    """Logsumexp of the row over every token that is no child: the logit of stopping.
+    """Sum, in log space, the row over every token that is no child: the logit of stopping.
 
     exp(this - logsumexp(row)) = 1 - sum of p(children), the end mass. O(V), two passes.
     """
@@ -290,8 +341,7 @@ def foreign_logsumexp(row, token, start, stop):
     position = 0
     for node in range(start, stop + 1):
         segment_stop = width if node == stop else token[node]
-        for i in range(position, segment_stop):
-            largest = max(largest, row[i]) if row[i] == row[i] else largest
+        largest = max(largest, largest_between(row, position, segment_stop))
         position = segment_stop + 1
     if largest == -np.inf or largest == np.inf:
         return largest
@@ -299,9 +349,7 @@ def foreign_logsumexp(row, token, start, stop):
     position = 0
     for node in range(start, stop + 1):
         segment_stop = width if node == stop else token[node]
-        for i in range(position, segment_stop):
-            if row[i] == row[i]:
-                total += math.exp(np.float64(row[i]) - largest)
+        total += sum_exp_between(row, position, segment_stop, largest)
         position = segment_stop + 1
     return largest + math.log(total)
 
@@ -677,17 +725,16 @@ def keep_allowed(address, row):
 
 
 @jit
-def constrain_row(address, row, samples):
-    """One step of a logits processor: pick, score the pick, leave only it in the row. O(V).
+def score_row(address, row, samples):
+    """Pick or draw, and score the pick: ``picked``, ``logprob`` and ``margin`` of the record.
 
-    Returns what ``pick_token`` returns; on END or TROUBLE without a token the row is untouched.
+    Returns what ``pick_token`` returns. The row is left for ``keep_only``: as a call of its own
+    that loop is compiled to vector stores, inside this one it takes twice as long.
     """
     picked = sample_token(address, row) if samples else pick_token(address, row)
     cursor = view_cursor(address)
     token = cursor["picked"] if picked == TROUBLE else picked
-    if token < 0:
-        return picked
-    score_pick(cursor, row, token)
-    cursor["picked"] = token
-    keep_only(row, token)
+    if token >= 0:
+        score_pick(cursor, row, token)
+        cursor["picked"] = token
     return picked
