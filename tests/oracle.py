@@ -12,7 +12,7 @@ starting at the root, ``()`` being the root itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -304,3 +304,46 @@ def walk(trie: DictTrie, rows: Rows, on_end: str = "mass", stop_ids: Collection[
         if step == STOP:
             return prefix, trie.name(prefix)
         prefix = (*prefix, step)
+
+
+_M32, _M64 = 2**32 - 1, 2**64 - 1
+
+
+def splitmix64(seed: int) -> Iterator[int]:
+    """64-bit words from a seed: Steele, Lea and Flood 2014, as Vigna's splitmix64.c has it."""
+    while True:
+        seed = (seed + 0x9E3779B97F4A7C15) & _M64
+        z = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 & _M64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & _M64
+        yield z ^ z >> 31
+
+
+def _rotl(x: int, k: int) -> int:
+    """The 32 bits of x turned left by k."""
+    return (x << k & _M32) | x >> 32 - k
+
+
+def xoshiro128pp(s: list[int]) -> Iterator[int]:
+    """32-bit words from four as the state: Blackman and Vigna's xoshiro128plusplus.c. Changes ``s``."""
+    while True:
+        yield _rotl(s[0] + s[3] & _M32, 7) + s[0] & _M32
+        t = s[1] << 9 & _M32
+        s[2] ^= s[0]
+        s[3] ^= s[1]
+        s[1] ^= s[2]
+        s[0] ^= s[3]
+        s[2] ^= t
+        s[3] = _rotl(s[3], 11)
+
+
+def uniforms(seed: int) -> Iterator[float]:
+    """Draws in [0, 1) of a seed: 53 bits from two outputs, the high 27 of the first and the high 26 of the second.
+
+    The state is the two halves, low first, of each of the seed's first two 64-bit words.
+    """
+    words = splitmix64(seed)
+    state = [half for word in (next(words), next(words)) for half in (word & _M32, word >> 32)]
+    outputs = xoshiro128pp(state)
+    while True:
+        high, low = next(outputs) >> 5, next(outputs) >> 6
+        yield (high * 2**26 + low) / 2**53

@@ -49,6 +49,31 @@ def test_all_holds_every_error_of_the_tree() -> None:
     assert ref <= set(trie_sampler.__all__)
 
 
+@pytest.mark.parametrize(
+    ("error", "caught_as"),
+    [
+        (errors.PayloadError, ValueError),
+        (errors.EmptyTrieError, ValueError),
+        (errors.VocabMismatchError, ValueError),
+        (errors.UnknownPathError, LookupError),
+        (errors.OffTrieError, ValueError),
+        (errors.EngineError, RuntimeError),
+        (errors.TrieFileError, ValueError),
+    ],
+)
+def test_every_error_is_ours_and_a_built_in_one(error: type[Exception], caught_as: type[Exception]) -> None:
+    assert issubclass(error, errors.TrieSamplerError)
+    with pytest.raises(caught_as, match="what was wrong"):
+        raise error("what was wrong")
+
+
+def test_an_engine_error_has_the_code_of_the_engine() -> None:
+    assert errors.EngineError("no").code is None
+    assert errors.EngineError("no", -3).code == -3
+    assert str(errors.EngineError("no", -3)) == "no"
+    assert issubclass(errors.TrieSamplerWarning, UserWarning)
+
+
 def test_type_checkers_see_what_the_interpreter_sees() -> None:
     """The imports under TYPE_CHECKING name the same objects from the same homes."""
     tree = ast.parse(Path(trie_sampler.__file__).read_text())
