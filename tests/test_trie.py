@@ -371,7 +371,9 @@ def test_ids_that_are_none_are_refused(ids: list[Any]) -> None:
 
 
 # NumPy itself makes [5, True] two integers; an array that was made so cannot tell.
-@pytest.mark.parametrize("ids", [*(ids for ids in BAD_IDS if ids != [5, True]), np.array([1.5]), np.array([True]), np.array(["x"])], ids=repr)
+@pytest.mark.parametrize(
+    "ids", [*(ids for ids in BAD_IDS if ids != [5, True]), np.array([1.5]), np.array([True]), np.array(["x"])], ids=repr
+)
 def test_ragged_ids_that_are_none_are_refused(ids: Any) -> None:
     with pytest.raises(VocabMismatchError, match="token id"):
         TokenTrie.from_ragged(ids, [0, len(ids)])

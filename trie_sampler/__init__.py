@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         VocabMismatchError,
     )
     from trie_sampler.llama.processor import TrieLogitsProcessor
+    from trie_sampler.llama.sampler import llama_sampler_init_token_trie, token_trie_handle
     from trie_sampler.payload import TokenSequence, TokenTreeDescriptor, TokenTreePayload
     from trie_sampler.trie import TokenTrie
 
@@ -48,6 +49,8 @@ _HOMES = {
     "UnknownPathError": "errors",
     "VocabMismatchError": "errors",
     "choose": "choosing",
+    "llama_sampler_init_token_trie": "llama.sampler",
+    "token_trie_handle": "llama.sampler",
     "warm_up": "choosing",
 }
 
@@ -70,6 +73,8 @@ __all__ = [
     "UnknownPathError",
     "VocabMismatchError",
     "choose",
+    "llama_sampler_init_token_trie",
+    "token_trie_handle",
     "warm_up",
 ]
 

@@ -52,6 +52,9 @@ class Tokenizer(Protocol):
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """The bytes of the tokens' pieces; control tokens give none."""
 
+    def is_eog(self, token: int) -> bool:
+        """Whether ``token`` ends a generation."""
+
     def is_control(self, token: int) -> bool:
         """Whether ``token`` is a control token: BOS, end of turn, unused ..."""
 
@@ -283,7 +286,7 @@ def _stand_alone(tokenizer: Tokenizer, name: str, text: bytes) -> tuple[int, ...
 def _check_spelling(tokenizer: Tokenizer, name: str, text: str, tokens: tuple[int, ...]) -> None:
     """Tokens must give the text back, bytes for bytes, a leading space apart."""
     for place, token in enumerate(tokens):
-        if tokenizer.is_control(token) or token in tokenizer.eog_ids:
+        if tokenizer.is_control(token) or tokenizer.is_eog(token):
             raise VocabMismatchError(
                 f"choice {name!r}: token {token} at index {place} is a control token; text from a user never makes one"
             )

@@ -13,15 +13,13 @@ import numpy.typing as npt
 from llama_cpp import Llama, LogitsProcessorList, StoppingCriteriaList
 
 from trie_sampler.choice import Choice, walk_numbers
-from trie_sampler.cursor import Sampling, Step, TrieCursor
+from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode
 from trie_sampler.errors import TrieSamplerError, TrieSamplerWarning, UnknownPathError
 from trie_sampler.layout import NO_TOKEN
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens
 from trie_sampler.payload import TokenTreePayload
 from trie_sampler.tokens import Choices, ChoicesLike, Edge, edge_of, spell_choices
 from trie_sampler.trie import TokenTrie
-
-MODES = {"greedy": "greedy", "sampled": "sampled", 0: "greedy", 1: "sampled"}
 
 _N_BOUND_TRIES = 16
 """Prompt endings whose tries a constraint keeps; a prompt template has one."""
@@ -92,8 +90,6 @@ class TrieLogitsProcessor(LogitsProcessorList):
         valid_mass: bool = False,
     ) -> None:
         super().__init__([self._constrain])
-        if isinstance(mode, bool) or mode not in MODES:
-            raise ValueError(f'mode must be "greedy", "sampled", 0 or 1, got {mode!r}')
         if on_end not in ("mass", "eog"):
             raise ValueError(f'on_end must be "mass" or "eog" in a processor, got {on_end!r}')
         self._llm = llm
@@ -102,7 +98,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
             raise TrieSamplerError("this model names no end-of-generation token, so a choice cannot end")
         self._source = source
         self._choices_by_path = choices_by_path
-        self._samples = MODES[mode] == "sampled"
+        self._samples = as_mode(mode) == "sampled"
         self._lead = lead
         self._wants_mass = valid_mass
         self._path = path
