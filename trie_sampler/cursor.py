@@ -30,7 +30,7 @@ def as_mode(mode: str | int) -> str:
     Raises:
         ValueError: another mode.
     """
-    if isinstance(mode, bool) or not isinstance(mode, (str, int)) or mode not in _MODES:
+    if isinstance(mode, bool) or mode not in _MODES:
         raise ValueError(f'mode must be "greedy", "sampled", 0 or 1, got {mode!r}')
     return _MODES[mode]
 

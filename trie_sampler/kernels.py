@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -108,7 +109,7 @@ def _view_cursor(address):
     return lambda address: carray(_cursor_pointer(address), (1,))[0]
 
 
-def view_native(address):
+def view_native(address: int) -> Any:
     """The native record at ``address``, by reference."""
     return _view(address, NATIVE, 1)[0]
 
@@ -865,7 +866,7 @@ def _overload_fetch_add(address, delta):
     return lambda address, delta: _fetch_add(address, delta)
 
 
-_REFERENCES_OFFSET = NATIVE.fields["references"][1]
+_REFERENCES_OFFSET = dict(NATIVE.fields or {})["references"][1]
 _NATIVE_SIZE = NATIVE.itemsize
 
 
