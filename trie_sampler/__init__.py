@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnknownPathError,
         VocabMismatchError,
     )
+    from trie_sampler.llama.native import native_sampling
     from trie_sampler.llama.processor import TrieLogitsProcessor
     from trie_sampler.llama.sampler import llama_sampler_init_token_trie, token_trie_handle
     from trie_sampler.payload import TokenSequence, TokenTreeDescriptor, TokenTreePayload
@@ -50,6 +51,7 @@ _HOMES = {
     "VocabMismatchError": "errors",
     "choose": "choosing",
     "llama_sampler_init_token_trie": "llama.sampler",
+    "native_sampling": "llama.native",
     "token_trie_handle": "llama.sampler",
     "warm_up": "choosing",
 }
@@ -74,6 +76,7 @@ __all__ = [
     "VocabMismatchError",
     "choose",
     "llama_sampler_init_token_trie",
+    "native_sampling",
     "token_trie_handle",
     "warm_up",
 ]

@@ -197,6 +197,12 @@ def _from_whole_character(text: bytes) -> bytes:
     return text[start:]
 
 
+def check_lead(lead: str) -> None:
+    """Refuse another ``lead`` than "auto", "" and " " with a ``ValueError``."""
+    if lead not in ("auto", "", " "):
+        raise ValueError(f'lead must be "auto", "" or " ", got {lead!r}')
+
+
 def tokenize_choices(
     tokenizer: Tokenizer,
     choices: Choices,
@@ -223,8 +229,7 @@ def tokenize_choices(
     Warns:
         TrieSamplerWarning: the prompt's last tokens would have merged with a choice.
     """
-    if lead not in ("auto", "", " "):
-        raise ValueError(f'lead must be "auto", "" or " ", got {lead!r}')
+    check_lead(lead)
     edge = START if prompt_ids is None else edge_of(tokenizer, prompt_ids)
     return spell_choices(tokenizer, choices, edge, lead, known=prompt_ids is not None)
 
