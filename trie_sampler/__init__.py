@@ -23,7 +23,9 @@ if TYPE_CHECKING:
         UnknownPathError,
         VocabMismatchError,
     )
+    from trie_sampler.llama.native import native_sampling
     from trie_sampler.llama.processor import TrieLogitsProcessor
+    from trie_sampler.llama.sampler import llama_sampler_init_token_trie, token_trie_handle
     from trie_sampler.payload import TokenSequence, TokenTreeDescriptor, TokenTreePayload
     from trie_sampler.trie import TokenTrie
 
@@ -48,6 +50,9 @@ _HOMES = {
     "UnknownPathError": "errors",
     "VocabMismatchError": "errors",
     "choose": "choosing",
+    "llama_sampler_init_token_trie": "llama.sampler",
+    "native_sampling": "llama.native",
+    "token_trie_handle": "llama.sampler",
     "warm_up": "choosing",
 }
 
@@ -70,6 +75,9 @@ __all__ = [
     "UnknownPathError",
     "VocabMismatchError",
     "choose",
+    "llama_sampler_init_token_trie",
+    "native_sampling",
+    "token_trie_handle",
     "warm_up",
 ]
 

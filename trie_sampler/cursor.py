@@ -21,6 +21,20 @@ _logger = logging.getLogger(__name__)
 Row = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 
+_MODES = {"greedy": "greedy", "sampled": "sampled", 0: "greedy", 1: "sampled"}
+
+
+def as_mode(mode: str | int) -> str:
+    """``"greedy"`` or ``"sampled"``, also from the reference's 0 and 1.
+
+    Raises:
+        ValueError: another mode.
+    """
+    if isinstance(mode, bool) or mode not in _MODES:
+        raise ValueError(f'mode must be "greedy", "sampled", 0 or 1, got {mode!r}')
+    return _MODES[mode]
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to draw from the options of a node; the defaults draw from the plain softmax.

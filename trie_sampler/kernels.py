@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic, overload
@@ -37,8 +39,11 @@ from trie_sampler.layout import (
     ALL_INVALID,
     ARMED,
     CURSOR,
+    DROP,
     END,
     FINISHED,
+    NATIVE,
+    NO_CANDIDATE,
     NO_LEAF,
     NO_NODE,
     NO_TOKEN,
@@ -53,7 +58,7 @@ from trie_sampler.layout import (
 )
 
 # Numba's cache does not see edits of layout.py; raising this number with it does.
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 if layout.VERSION != _LAYOUT_VERSION:
     raise ImportError(f"kernels.py is written for layout {_LAYOUT_VERSION}, not {layout.VERSION}")
 
@@ -81,13 +86,22 @@ def _pointer_intrinsic(pointee):
 
 
 _cursor_pointer = _pointer_intrinsic(from_dtype(CURSOR))
+_native_pointer = _pointer_intrinsic(from_dtype(NATIVE))
+_int8_pointer = _pointer_intrinsic(types.int8)
 _int32_pointer = _pointer_intrinsic(types.int32)
+_int64_pointer = _pointer_intrinsic(types.int64)
+_float32_pointer = _pointer_intrinsic(types.float32)
+
+
+def _view(address, dtype, size):
+    """[size] array over memory that somebody else owns; the Python twin of the views below."""
+    memory = (ctypes.c_char * (int(size) * np.dtype(dtype).itemsize)).from_address(int(address))
+    return np.ndarray(int(size), dtype, memory)
 
 
 def view_cursor(address):
     """The cursor record at ``address``, by reference."""
-    memory = (ctypes.c_char * CURSOR.itemsize).from_address(address)
-    return np.ndarray(1, CURSOR, memory)[0]
+    return _view(address, CURSOR, 1)[0]
 
 
 @overload(view_cursor)
@@ -95,14 +109,54 @@ def _view_cursor(address):
     return lambda address: carray(_cursor_pointer(address), (1,))[0]
 
 
+def view_native(address: int) -> Any:
+    """The native record at ``address``, by reference."""
+    return _view(address, NATIVE, 1)[0]
+
+
+@overload(view_native)
+def _view_native(address):
+    return lambda address: carray(_native_pointer(address), (1,))[0]
+
+
+def view_int8(address, size):
+    """[size] int8 at ``address``, by reference."""
+    return _view(address, np.int8, size)
+
+
+@overload(view_int8)
+def _view_int8(address, size):
+    return lambda address, size: carray(_int8_pointer(address), (size,))
+
+
 def view_int32(address, size):
     """[size] int32 at ``address``, by reference."""
-    return np.ndarray(int(size), np.int32, (ctypes.c_int32 * int(size)).from_address(int(address)))
+    return _view(address, np.int32, size)
 
 
 @overload(view_int32)
 def _view_int32(address, size):
     return lambda address, size: carray(_int32_pointer(address), (size,))
+
+
+def view_int64(address, size):
+    """[size] int64 at ``address``, by reference."""
+    return _view(address, np.int64, size)
+
+
+@overload(view_int64)
+def _view_int64(address, size):
+    return lambda address, size: carray(_int64_pointer(address), (size,))
+
+
+def view_float32(address, size):
+    """[size] float32 at ``address``, by reference."""
+    return _view(address, np.float32, size)
+
+
+@overload(view_float32)
+def _view_float32(address, size):
+    return lambda address, size: carray(_float32_pointer(address), (size,))
 
 
 @jit
@@ -738,3 +792,431 @@ def score_row(address, row, samples):
         score_pick(cursor, row, token)
         cursor["picked"] = token
     return picked
+
+
+# --- the native sampler ------------------------------------------------------------------------
+# What llama.cpp calls, through C entry points that Numba makes of the native_... functions: no
+# Python and no GIL. Addresses of llama_sampler and llama_token_data_array come as integers. The
+# functions are plain, compiled on demand (``llama/sampler.py``), and run as Python in tests.
+
+
+@intrinsic
+def _call_1(_typing, _function, _argument):
+    """int64 function(int64) of C, by address."""
+    return types.int64(types.int64, types.int64), _codegen_of_call(1)
+
+
+@intrinsic
+def _call_2(_typing, _function, _first, _second):
+    """int64 function(int64, int64) of C, by address."""
+    return types.int64(types.int64, types.int64, types.int64), _codegen_of_call(2)
+
+
+def _codegen_of_call(n_arguments):
+    def codegen(_context, builder, _signature, arguments):
+        word = ir.IntType(64)
+        kind = ir.FunctionType(word, [word] * n_arguments)
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+
+    return codegen
+
+
+@intrinsic
+def _fetch_add(_typing, _address, _delta):
+    """Add to the int64 at an address atomically; the value before."""
+
+    def codegen(context, builder, _signature, arguments):
+        pointer = builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(types.int64)))
+        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+def call_1(function, argument):
+    """Call a C function of one word by address."""
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(int(function))(int(argument))
+
+
+@overload(call_1)
+def _overload_call_1(function, argument):
+    return lambda function, argument: _call_1(function, argument)
+
+
+def call_2(function, first, second):
+    """Call a C function of two words by address."""
+    kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+    return kind(int(function))(int(first), int(second))
+
+
+@overload(call_2)
+def _overload_call_2(function, first, second):
+    return lambda function, first, second: _call_2(function, first, second)
+
+
+def fetch_add(address, delta):
+    """Add to a shared counter; the value before. Samplers are cloned and freed in any thread."""
+    counter = _view(address, np.int64, 1)
+    before = int(counter[0])
+    counter[0] += delta
+    return before
+
+
+@overload(fetch_add)
+def _overload_fetch_add(address, delta):
+    return lambda address, delta: _fetch_add(address, delta)
+
+
+_REFERENCES_OFFSET = dict(NATIVE.fields or {})["references"][1]
+_NATIVE_SIZE = NATIVE.itemsize
+
+
+@jit
+def fetch_reference(address):
+    """Take a share of a native record for a Python handle."""
+    fetch_add(address + _REFERENCES_OFFSET, 1)
+
+
+@jit
+def release_record(address):
+    """Give up one owner's share of a native record; the last one frees it."""
+    if fetch_add(address + _REFERENCES_OFFSET, -1) == 1:
+        native = view_native(address)
+        free_address = native["free_address"]
+        alive_address = native["alive_address"]
+        call_1(free_address, address)
+        fetch_add(alive_address, -1)
+
+
+@jit
+def copy_record(address):
+    """A native record of its own with the same content, one owner; 0 where C has no memory."""
+    native = view_native(address)
+    size = _NATIVE_SIZE
+    copy_address = call_1(native["malloc_address"], size)
+    if copy_address == 0:
+        return copy_address
+    view_int8(copy_address, size)[:] = view_int8(address, size)
+    copy = view_native(copy_address)
+    copy["references"] = 1
+    copy["is_freed"] = 0
+    copy["trouble"] = OK
+    copy["twin_address"] = 0
+    fetch_add(copy["alive_address"], 1)
+    return copy_address
+
+
+@jit
+def context_of(sampler_address):
+    """``llama_sampler.ctx``: the native record's address."""
+    return view_int64(sampler_address, 2)[1]
+
+
+@jit
+def _report(native, status):
+    if status != OK and native["trouble"] == OK:
+        native["trouble"] = status
+
+
+def native_name(sampler_address):
+    """``llama_sampler_i.name``."""
+    return view_native(context_of(sampler_address))["name_address"]
+
+
+def native_accept(sampler_address, token):
+    """``llama_sampler_i.accept``: one step of the state machine."""
+    address = context_of(sampler_address)
+    _report(view_native(address), accept_token(address, token))
+
+
+def native_reset(sampler_address):
+    """``llama_sampler_i.reset``: back to the root, armed or released as at birth."""
+    address = context_of(sampler_address)
+    arm_cursor(address, view_native(address)["birth_root"])
+
+
+def native_clone(sampler_address):
+    """``llama_sampler_i.clone``: a sampler at the same place that walks on its own.
+
+    A probe in front has been cloned just before and left its record: the pair shares it.
+    """
+    address = context_of(sampler_address)
+    native = view_native(address)
+    copy_address = native["twin_address"]
+    if copy_address != 0:
+        native["twin_address"] = 0
+        fetch_add(copy_address + _REFERENCES_OFFSET, 1)
+    else:
+        copy_address = copy_record(address)
+    return call_2(native["init_address"], native["interface_address"], copy_address)
+
+
+def native_free(sampler_address):
+    """``llama_sampler_i.free``: give the record back; llama.cpp deletes the wrapper."""
+    address = context_of(sampler_address)
+    view_native(address)["is_freed"] = 1
+    release_record(address)
+
+
+def native_apply(sampler_address, array_address):
+    """``llama_sampler_i.apply``: leave the options (or the pick) in the candidate array."""
+    apply_to_candidates(context_of(sampler_address), array_address)
+
+
+def probe_apply(sampler_address, array_address):
+    """``apply`` of a probe: pick from the raw logits, for the trie sampler behind the filters."""
+    address = context_of(sampler_address)
+    native = view_native(address)
+    native["probed"] = NO_TOKEN
+    fields = view_int64(array_address, 4)
+    size = fields[1]
+    if native["state"] == ARMED and size >= native["min_width"] and is_ordered(address, fields[0], size):
+        row = view_float32(fields[0], 3 * size)[1::3]
+        picked = pick_token(address, row)
+        native["probed"] = native["picked"] if picked == TROUBLE else picked
+
+
+def probe_clone(sampler_address):
+    """``clone`` of a probe: its record waits for the trie sampler's clone."""
+    address = context_of(sampler_address)
+    native = view_native(address)
+    copy_address = copy_record(address)
+    native["twin_address"] = copy_address
+    return call_2(native["init_address"], native["probe_interface_address"], copy_address)
+
+
+def probe_free(sampler_address):
+    """``free`` of a probe: the trie sampler owns the walk, so only a share is given back."""
+    release_record(context_of(sampler_address))
+
+
+@jit
+def is_ordered(address, data_address, size):
+    """Whether slot t of the candidates still holds id t, for every token that is allowed. O(K)."""
+    cursor = view_cursor(address)
+    if size < cursor["min_width"]:
+        return False
+    ids = view_int32(data_address, 3 * size)
+    token = view_tokens(cursor)
+    start, stop = child_range(cursor)
+    for node in range(start, stop):
+        if ids[3 * token[node]] != token[node]:
+            return False
+    ends = view_end_tokens(cursor)
+    for i in range(ends.shape[0]):
+        if ids[3 * ends[i]] != ends[i]:
+            return False
+    return True
+
+
+@jit
+def apply_to_candidates(address, array_address):
+    """Constrain a ``llama_token_data_array`` to the options at the record's node.
+
+    array: {data*, size, selected, sorted}; data are [size] records of id int32, logit float32 and
+    p float32. An array in its original order costs O(K) under DROP; a shuffled, sorted or truncated
+    one, and MASK, O(size log K). Where a leaf ends under ``mass`` the stop is the best end token
+    with the stop's logit, so that samplers behind weigh it as an option.
+    """
+    native = view_native(address)
+    fields = view_int64(array_address, 4)
+    size = fields[1]
+    if native["state"] == RELEASED or size == 0:
+        return
+    native["n_applied"] += 1
+    native["n_candidates"] += size
+    ids = view_int32(fields[0], 3 * size)
+    logits = view_float32(fields[0], 3 * size)
+    cursor = view_cursor(address)
+    token = view_tokens(cursor)
+    ends = view_end_tokens(cursor)
+    start, stop = child_range(cursor)
+    at_leaf = native["state"] == FINISHED or ends_leaf(cursor)
+    if native["state"] == FINISHED:
+        stop = start
+    ordered = is_ordered(address, fields[0], size)
+    stop_logit = -np.inf
+    weighs_mass = at_leaf and start < stop and native["on_end"] == ON_END_MASS
+    end_token = NO_TOKEN
+    if weighs_mass:
+        stop_logit = _foreign_mass(ids, logits, size, token, start, stop, ordered)
+        native["stop_logit"] = stop_logit
+        end_token = _best_end_candidate(ids, logits, size, ends, ordered)
+    n_ends = ends.shape[0] if at_leaf and not weighs_mass else 0
+
+    if native["on_invalid"] != DROP:
+        n_valid = _mask_candidates(ids, logits, size, token, start, stop, ends, n_ends, end_token, stop_logit)
+        native["n_valid"] += n_valid
+        if n_valid == 0:
+            _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends)
+        return
+
+    if ordered:
+        n_valid = _compact_ordered(ids, logits, token, start, stop, ends, n_ends)
+    else:
+        n_valid = _compact_scanned(ids, logits, size, token, start, stop, ends, n_ends)
+    if stop_logit > -np.inf and end_token != NO_TOKEN:
+        # A foreign token gave the mass its weight, so the array has room for one more option.
+        ids[3 * n_valid] = end_token
+        logits[3 * n_valid + 1] = stop_logit
+        n_valid += 1
+        view_int8(array_address + 24, 1)[0] = 0
+    native["n_valid"] += n_valid
+    fields[1] = n_valid
+    fields[2] = -1
+    best = _best_candidate(ids, logits, n_valid, end_token)
+    if best < 0:
+        _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends)
+    elif native["keeps_options"] == 0:
+        ids[0] = ids[3 * best]
+        logits[1] = logits[3 * best + 1]
+        fields[1] = 1
+        fields[2] = 0
+
+
+@jit
+def _is_valid_candidate(candidate, token, start, stop, ends, n_ends):
+    if find_child(token, start, stop, candidate) != NO_NODE:
+        return True
+    return find_child(ends, 0, n_ends, candidate) != NO_NODE
+
+
+@jit
+def _foreign_mass(ids, logits, size, token, start, stop, ordered):
+    """``foreign_logsumexp`` over candidates in any order."""
+    if ordered:
+        return foreign_logsumexp(logits[1 : 3 * size : 3], token, start, stop)
+    largest = -np.inf
+    for i in range(size):
+        if logits[3 * i + 1] > largest and find_child(token, start, stop, ids[3 * i]) == NO_NODE:
+            largest = np.float64(logits[3 * i + 1])
+    if largest == -np.inf or largest == np.inf:
+        return largest
+    total = 0.0
+    for i in range(size):
+        logit = np.float64(logits[3 * i + 1])
+        if logit == logit and find_child(token, start, stop, ids[3 * i]) == NO_NODE:
+            total += math.exp(logit - largest)
+    return largest + math.log(total)
+
+
+@jit
+def _best_end_candidate(ids, logits, size, ends, ordered):
+    """The end token of the largest logit, the lowest of equals and of none; NO_TOKEN without any."""
+    if ends.shape[0] == 0:
+        return NO_TOKEN
+    best = ends[0]
+    largest = -np.inf
+    if ordered:
+        for i in range(ends.shape[0]):
+            if logits[3 * ends[i] + 1] > largest:
+                best = ends[i]
+                largest = np.float64(logits[3 * ends[i] + 1])
+        return best
+    for i in range(size):
+        candidate, logit = ids[3 * i], logits[3 * i + 1]
+        if logit > largest or (logit == largest and candidate < best):
+            if find_child(ends, 0, ends.shape[0], candidate) != NO_NODE:
+                best = candidate
+                largest = np.float64(logit)
+    return best
+
+
+@jit
+def _compact_ordered(ids, logits, token, start, stop, ends, n_ends):
+    """Move the valid candidates to the front, ascending; how many. Slot t holds id t. O(K).
+
+    Ascending ids never move past a slot that is still needed: the n-th lowest is at least n.
+    """
+    n_valid = 0
+    node = start
+    end = 0
+    while node < stop or end < n_ends:
+        from_child = node < stop and (end >= n_ends or token[node] <= ends[end])
+        wanted = token[node] if from_child else ends[end]
+        if node < stop and token[node] == wanted:
+            node += 1
+        if end < n_ends and ends[end] == wanted:
+            end += 1
+        logits[3 * n_valid + 1] = logits[3 * wanted + 1]
+        ids[3 * n_valid] = wanted
+        n_valid += 1
+    return n_valid
+
+
+@jit
+def _compact_scanned(ids, logits, size, token, start, stop, ends, n_ends):
+    """``_compact_ordered`` for candidates in any order, which is kept. O(size log K)."""
+    n_valid = 0
+    for i in range(size):
+        if _is_valid_candidate(ids[3 * i], token, start, stop, ends, n_ends):
+            ids[3 * n_valid] = ids[3 * i]
+            logits[3 * n_valid + 1] = logits[3 * i + 1]
+            n_valid += 1
+    return n_valid
+
+
+@jit
+def _mask_candidates(ids, logits, size, token, start, stop, ends, n_ends, end_token, stop_logit):
+    """Write -inf to every candidate that is no option; how many options have a finite logit."""
+    n_valid = 0
+    for i in range(size):
+        candidate = ids[3 * i]
+        if end_token != NO_TOKEN and candidate == end_token:
+            logits[3 * i + 1] = stop_logit
+        elif not _is_valid_candidate(candidate, token, start, stop, ends, n_ends):
+            logits[3 * i + 1] = -np.inf
+        if logits[3 * i + 1] > -np.inf:
+            n_valid += 1
+        else:
+            logits[3 * i + 1] = -np.inf
+    return n_valid
+
+
+@jit
+def _best_candidate(ids, logits, n_valid, end_token):
+    """The slot of the greedy pick, -1 if no option is above -inf; NaN becomes -inf in place.
+
+    Ties go to the stop under ``mass`` (``end_token``), else to the lowest id.
+    """
+    best = -1
+    largest = -np.inf
+    for i in range(n_valid):
+        logit = logits[3 * i + 1]
+        if not logit > -np.inf:
+            logits[3 * i + 1] = -np.inf
+        elif logit > largest or (
+            logit == largest
+            and (ids[3 * i] == end_token or (ids[3 * best] != end_token and ids[3 * i] < ids[3 * best]))
+        ):
+            best = i
+            largest = logit
+    return best
+
+
+@jit
+def _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends):
+    """No option is left with a finite logit: leave one candidate, never none, and say so.
+
+    It is what a probe picked before the filters, else the lowest valid id.
+    """
+    had_candidates = fields[1] > 0
+    kept = NO_TOKEN
+    if native["probed"] != NO_TOKEN:
+        kept = native["probed"]
+        status = NO_CANDIDATE
+    else:
+        if start < stop:
+            kept = token[start]
+        if n_ends > 0 and (kept == NO_TOKEN or ends[0] < kept):
+            kept = ends[0]
+        if kept == NO_TOKEN and ends.shape[0] > 0:
+            kept = ends[0]
+        status = ALL_INVALID if had_candidates else NO_CANDIDATE
+    if kept == NO_TOKEN:
+        return
+    native["status"] = status
+    _report(native, status)
+    ids[0] = kept
+    logits[1] = 0.0
+    fields[1] = 1
+    fields[2] = 0 if native["keeps_options"] == 0 else -1

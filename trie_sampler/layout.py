@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 TOKEN: Final = np.dtype(np.int32)
 NODE: Final = np.dtype(np.int32)
@@ -55,45 +55,84 @@ SPAN_LIMIT: Final = 3
 """``max_span_tokens`` accepts since activation without a clear; the cursor ended the span."""
 SHORT_ROW: Final = 4
 """The logits row is narrower than the largest id of the trie; nothing was picked."""
+NO_CANDIDATE: Final = 5
+"""Samplers before the native one removed every valid token; the best of those was put back."""
 
-CURSOR: Final = np.dtype(
+# What the native sampler does with candidates that are not valid.
+DROP: Final = 0
+MASK: Final = 1
+ON_INVALID: Final = {"drop": DROP, "mask": MASK}
+
+_CURSOR_FIELDS: Final = [
+    # The trie's arrays, by address: one integer reaches everything from compiled code.
+    ("token_address", np.int64),
+    ("first_child_address", np.int64),
+    ("leaf_address", np.int64),
+    ("n_nodes", np.int64),
+    # End tokens, ascending: [n_end] int32.
+    ("end_address", np.int64),
+    ("n_end", np.int64),
+    # Width that a row needs at least: the largest id of trie and end tokens, plus one.
+    ("min_width", np.int64),
+    # Position. birth_root is NO_NODE for a cursor that is born released.
+    ("birth_root", np.int32),
+    ("root", np.int32),
+    ("node", np.int32),
+    ("state", np.int32),
+    ("on_end", np.int32),
+    ("status", np.int32),
+    ("n_accepted", np.int64),
+    ("position_in_span", np.int64),
+    ("max_span_tokens", np.int64),
+    # The last pick. margin and logprob are in nats, filled by the scoring kernels only.
+    ("picked", np.int32),
+    ("is_forced", np.int32),
+    ("stop_logit", np.float64),
+    ("margin", np.float64),
+    ("logprob", np.float64),
+    # Sampling from the valid set; temperature 0 is greedy. Generator: xoshiro128++.
+    ("temperature", np.float64),
+    ("top_p", np.float64),
+    ("min_p", np.float64),
+    ("top_k", np.int64),
+    ("random_0", np.int64),
+    ("random_1", np.int64),
+    ("random_2", np.int64),
+    ("random_3", np.int64),
+]
+
+CURSOR: Final = np.dtype(_CURSOR_FIELDS, align=True)
+"""The mutable state of one walk over one trie: [1] record, 8-byte aligned."""
+
+NATIVE: Final = np.dtype(
     [
-        # The trie's arrays, by address: one integer reaches everything from compiled code.
-        ("token_address", np.int64),
-        ("first_child_address", np.int64),
-        ("leaf_address", np.int64),
-        ("n_nodes", np.int64),
-        # End tokens, ascending: [n_end] int32.
-        ("end_address", np.int64),
-        ("n_end", np.int64),
-        # Width that a row needs at least: the largest id of trie and end tokens, plus one.
-        ("min_width", np.int64),
-        # Position. birth_root is NO_NODE for a cursor that is born released.
-        ("birth_root", np.int32),
-        ("root", np.int32),
-        ("node", np.int32),
-        ("state", np.int32),
-        ("on_end", np.int32),
-        ("status", np.int32),
-        ("n_accepted", np.int64),
-        ("position_in_span", np.int64),
-        ("max_span_tokens", np.int64),
-        # The last pick. margin and logprob are in nats, filled by the scoring kernels only.
-        ("picked", np.int32),
-        ("is_forced", np.int32),
-        ("stop_logit", np.float64),
-        ("margin", np.float64),
-        ("logprob", np.float64),
-        # Sampling from the valid set; temperature 0 is greedy. Generator: xoshiro128++.
-        ("temperature", np.float64),
-        ("top_p", np.float64),
-        ("min_p", np.float64),
-        ("top_k", np.int64),
-        ("random_0", np.int64),
-        ("random_1", np.int64),
-        ("random_2", np.int64),
-        ("random_3", np.int64),
+        # A native record begins with a cursor record, so that cursor kernels take its address.
+        *_CURSOR_FIELDS,
+        # Owners: the llama_sampler whose ctx it is, and each Python handle.
+        ("references", np.int64),
+        ("is_freed", np.int64),
+        # One int64 shared by an initialisation and its clones: how many records are alive.
+        ("alive_address", np.int64),
+        # The llama_sampler_i table, the sampler's name, and the C functions that clone and free need.
+        ("interface_address", np.int64),
+        ("probe_interface_address", np.int64),
+        ("name_address", np.int64),
+        ("init_address", np.int64),
+        ("malloc_address", np.int64),
+        ("free_address", np.int64),
+        ("on_invalid", np.int32),
+        # 1: every option is left for the samplers behind; 0: under DROP only the greedy pick.
+        ("keeps_options", np.int32),
+        # First status since Python looked; reset() does not clear it.
+        ("trouble", np.int32),
+        # What a probe at the head of the chain picked from the raw logits; NO_TOKEN without one.
+        ("probed", np.int32),
+        # A probe's clone waits here for the trie sampler's clone, which shares its record.
+        ("twin_address", np.int64),
+        ("n_applied", np.int64),
+        ("n_candidates", np.int64),
+        ("n_valid", np.int64),
     ],
     align=True,
 )
-"""The mutable state of one walk over one trie: [1] record, 8-byte aligned."""
+"""The context of one native sampler: [1] record, allocated by C."""

@@ -52,6 +52,9 @@ class Tokenizer(Protocol):
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """The bytes of the tokens' pieces; control tokens give none."""
 
+    def is_eog(self, token: int) -> bool:
+        """Whether ``token`` ends a generation."""
+
     def is_control(self, token: int) -> bool:
         """Whether ``token`` is a control token: BOS, end of turn, unused ..."""
 
@@ -194,6 +197,12 @@ def _from_whole_character(text: bytes) -> bytes:
     return text[start:]
 
 
+def check_lead(lead: str) -> None:
+    """Refuse another ``lead`` than "auto", "" and " " with a ``ValueError``."""
+    if lead not in ("auto", "", " "):
+        raise ValueError(f'lead must be "auto", "" or " ", got {lead!r}')
+
+
 def tokenize_choices(
     tokenizer: Tokenizer,
     choices: Choices,
@@ -220,8 +229,7 @@ def tokenize_choices(
     Warns:
         TrieSamplerWarning: the prompt's last tokens would have merged with a choice.
     """
-    if lead not in ("auto", "", " "):
-        raise ValueError(f'lead must be "auto", "" or " ", got {lead!r}')
+    check_lead(lead)
     edge = START if prompt_ids is None else edge_of(tokenizer, prompt_ids)
     return spell_choices(tokenizer, choices, edge, lead, known=prompt_ids is not None)
 
@@ -283,7 +291,7 @@ def _stand_alone(tokenizer: Tokenizer, name: str, text: bytes) -> tuple[int, ...
 def _check_spelling(tokenizer: Tokenizer, name: str, text: str, tokens: tuple[int, ...]) -> None:
     """Tokens must give the text back, bytes for bytes, a leading space apart."""
     for place, token in enumerate(tokens):
-        if tokenizer.is_control(token) or token in tokenizer.eog_ids:
+        if tokenizer.is_control(token) or tokenizer.is_eog(token):
             raise VocabMismatchError(
                 f"choice {name!r}: token {token} at index {place} is a control token; text from a user never makes one"
             )

@@ -446,9 +446,9 @@ class TokenTrie:
         """
         if self.max_token >= vocab.n_vocab:
             self._refuse_token(int(np.argmax(self.token >= vocab.n_vocab)), f"V is {vocab.n_vocab}")
-        ends = np.isin(self.token, np.fromiter(vocab.eog_ids, TOKEN))
-        if ends.any():
-            self._refuse_token(int(np.argmax(ends)), "it ends the generation")
+        for token in np.unique(self.token[len(self._roots) :]).tolist():
+            if vocab.is_eog(token):
+                self._refuse_token(int(np.argmax(self.token == token)), "it ends the generation")
         terminals = np.flatnonzero(self.leaf != NO_LEAF)
         picked = terminals[np.linspace(0, len(terminals) - 1, _N_SAMPLED_LEAVES).astype(int)]
         wrong = []

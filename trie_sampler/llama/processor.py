@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -12,19 +12,15 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import Llama, LogitsProcessorList, StoppingCriteriaList
 
-from trie_sampler.choice import Choice, walk_numbers
-from trie_sampler.cursor import Sampling, Step, TrieCursor
+from trie_sampler.binding import Binding
+from trie_sampler.choice import Choice
+from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode
 from trie_sampler.errors import TrieSamplerError, TrieSamplerWarning, UnknownPathError
 from trie_sampler.layout import NO_TOKEN
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens
 from trie_sampler.payload import TokenTreePayload
-from trie_sampler.tokens import Choices, ChoicesLike, Edge, edge_of, spell_choices
+from trie_sampler.tokens import ChoicesLike
 from trie_sampler.trie import TokenTrie
-
-MODES = {"greedy": "greedy", "sampled": "sampled", 0: "greedy", 1: "sampled"}
-
-_N_BOUND_TRIES = 16
-"""Prompt endings whose tries a constraint keeps; a prompt template has one."""
 
 
 @dataclass
@@ -76,8 +72,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
     def __init__(
         self,
         llm: Llama,
-        source: TokenTrie | Choices,
-        choices_by_path: Mapping[str, Choices],
+        binding: Binding,
         *,
         mode: str | int = "greedy",
         temperature: float = 1.0,
@@ -86,53 +81,48 @@ class TrieLogitsProcessor(LogitsProcessorList):
         min_p: float = 0.0,
         seed: int | None = None,
         path: str | None = None,
-        lead: str = "auto",
         on_end: str = "mass",
         on_fault: str = "warn",
         valid_mass: bool = False,
     ) -> None:
         super().__init__([self._constrain])
-        if isinstance(mode, bool) or mode not in MODES:
-            raise ValueError(f'mode must be "greedy", "sampled", 0 or 1, got {mode!r}')
         if on_end not in ("mass", "eog"):
             raise ValueError(f'on_end must be "mass" or "eog" in a processor, got {on_end!r}')
         self._llm = llm
-        self._tokenizer = as_tokenizer(llm)
-        if not self._tokenizer.eog_ids:
+        self._binding = binding
+        self._eog_ids = as_tokenizer(llm).eog_ids
+        if not self._eog_ids:
             raise TrieSamplerError("this model names no end-of-generation token, so a choice cannot end")
-        self._source = source
-        self._choices_by_path = choices_by_path
-        self._samples = MODES[mode] == "sampled"
-        self._lead = lead
+        self._samples = as_mode(mode) == "sampled"
         self._wants_mass = valid_mass
         self._path = path
         self._settings: dict[str, Any] = {
             "on_end": on_end,
             "on_fault": on_fault,
-            "eog_ids": self._tokenizer.eog_ids,
+            "eog_ids": self._eog_ids,
             "sampling": Sampling(temperature, top_k, top_p, min_p, seed),
         }
-        self._bound: dict[Edge, TokenTrie] = {}
-        self._told_of_tail = False
-        self._cursor: TrieCursor | None = None
+        # A cursor on a stand-in checks settings that are only used when a prompt is known.
+        trie = binding.trie or TokenTrie.from_ragged([0], [0, 1])
+        cursor = TrieCursor(trie, path=path, **self._settings)
+        self._cursor = cursor if binding.trie is not None else None
         self._generation: _Generation | None = None
         # The function that stands in for llm.detokenize after an error, and what it stands in for.
         self._hook: tuple[Any, Any] | None = None
-        if isinstance(source, TokenTrie):
-            self._cursor = TrieCursor(source, path=path, **self._settings)
-        elif lead not in ("auto", "", " "):
-            raise ValueError(f'lead must be "auto", "" or " ", got {lead!r}')
 
     @classmethod
-    def from_choices(cls, llm: Llama, choices: ChoicesLike | TokenTrie, **settings: Any) -> TrieLogitsProcessor:
+    def from_choices(
+        cls, llm: Llama, choices: ChoicesLike | TokenTrie, *, lead: str = "auto", **settings: Any
+    ) -> TrieLogitsProcessor:
         """Constrain to choices, tokenized anew behind each prompt that the host brings.
 
         Args:
             llm: the model the constraint will be used with, and no other.
             choices: list of strings, dict name -> text, ``Enum`` class, ``Literal`` or ``TokenTrie``.
+            lead: see ``TokenTrie.from_choices``.
             settings: ``mode`` ("greedy", "sampled", or the reference's 0 and 1); for "sampled":
                 ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed`` (see ``Sampling``);
-                ``lead`` (see ``TokenTrie.from_choices``); ``on_end`` ("mass" or "eog") and
+                ``path`` (of a trie with several descriptors); ``on_end`` ("mass" or "eog") and
                 ``on_fault`` ("warn" or "raise") (see ``TrieCursor``); ``valid_mass=True`` to
                 measure it. Unknown ones are a ``TypeError``.
 
@@ -141,11 +131,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
             ValueError: a setting out of range.
             TypeError: choices of another kind.
         """
-        if isinstance(choices, TokenTrie):
-            choices.check_vocab(as_tokenizer(llm))
-            return cls(llm, choices, {}, **settings)
-        normal = Choices.of(choices)
-        return cls(llm, normal, {"": normal}, **settings)
+        return cls(llm, Binding.of(as_tokenizer(llm), choices, lead=lead), **settings)
 
     @classmethod
     def from_payload(
@@ -167,9 +153,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
         """
         if not isinstance(payload, TokenTreePayload):
             payload = TokenTreePayload.from_json(payload)
-        trie = TokenTrie.from_payload(payload, path, vocab=as_tokenizer(llm), strict=strict)
-        names = {d.path: Choices.of([leaf.name for leaf in d.leaves]) for d in payload.descriptors}
-        return cls(llm, trie, names, **settings)
+        return cls(llm, Binding.of(as_tokenizer(llm), payload, path=path, strict=strict), **settings)
 
     # --- what a caller asks --------------------------------------------------------------------
 
@@ -179,9 +163,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
 
         Before a prompt is known, an upper bound: no choice has more tokens than bytes.
         """
-        if isinstance(self._source, TokenTrie):
-            return self._source.depth + 1
-        return max(len(text.encode()) for text in self._source.texts) + 2
+        return self._binding.max_tokens
 
     @property
     def stopping_criteria(self) -> StoppingCriteriaList:
@@ -219,7 +201,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
         final = generation.final_cursor()
         if final is None:
             raise TrieSamplerError("the constraint was released all the time; activate(path) arms it")
-        return self._choice_of(generation, final)
+        return self._binding.make_choice(final, generation.steps, generation.valid_mass)
 
     @property
     def is_over(self) -> bool:
@@ -255,7 +237,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
         Raises:
             as ``TokenTrie.from_choices``.
         """
-        return self._trie_behind(prompt_tokens(self._llm, prompt))
+        return self._binding.trie_behind(prompt_tokens(self._llm, prompt))
 
     # --- as a list of processors ---------------------------------------------------------------
 
@@ -288,7 +270,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
     def __repr__(self) -> str:
         """What it chooses from."""
         mode = "sampled" if self._samples else "greedy"
-        return f"TrieLogitsProcessor({self._source!r:.200}, mode={mode!r})"
+        return f"TrieLogitsProcessor({self._binding!r}, mode={mode!r})"
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -311,7 +293,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
         sampler: Any = self._llm._sampler
         alive = (lambda: None) if sampler is None else weakref.ref(sampler)
         self._generation = generation = _Generation(alive, len(input_ids))
-        trie = self._trie_behind(input_ids.tolist())
+        trie = self._binding.trie_behind(input_ids.tolist())
         before = self._cursor
         if before is None or before.trie is not trie:
             self._cursor = TrieCursor(trie, path=self._path, **self._settings)
@@ -350,32 +332,6 @@ class TrieLogitsProcessor(LogitsProcessorList):
         if step.token != NO_TOKEN:
             steps.append(step)
 
-    def _trie_behind(self, prompt_ids: list[int]) -> TokenTrie:
-        source = self._source
-        if isinstance(source, TokenTrie):
-            if source.tail is not None and not self._told_of_tail:
-                self._told_of_tail = True
-                self._compare_tail(source.tail, prompt_ids)
-            return source
-        edge = edge_of(self._tokenizer, prompt_ids)
-        trie = self._bound.get(edge)
-        if trie is None:
-            spelled = spell_choices(self._tokenizer, source, edge, self._lead)
-            if len(self._bound) >= _N_BOUND_TRIES:
-                del self._bound[next(iter(self._bound))]
-            trie = self._bound[edge] = TokenTrie.from_sequences(spelled.paths, tail=spelled.tail)
-        return trie
-
-    def _compare_tail(self, tail: bytes, prompt_ids: list[int]) -> None:
-        text = self._tokenizer.detokenize(prompt_ids[-len(tail) - 1 :])
-        if not text.endswith(tail):
-            warnings.warn(
-                f"the trie was tokenized behind {tail[-20:]!r}, but this prompt ends in "
-                f"{text[-20:]!r}: its tokens may be unusual here",
-                TrieSamplerWarning,
-                stacklevel=2,
-            )
-
     # --- the end -------------------------------------------------------------------------------
 
     def _last_pick_ends(self) -> bool:
@@ -384,32 +340,6 @@ class TrieLogitsProcessor(LogitsProcessorList):
             return False
         final = generation.final_cursor()
         return generation.error is not None or (final is not None and final.is_finished)
-
-    def _choice_of(self, generation: _Generation, final: TrieCursor) -> Choice:
-        picks = [step.token for step in generation.steps]
-        while picks and picks[-1] in self._tokenizer.eog_ids:
-            picks.pop()
-        complete = final.is_finished or final.must_end
-        name = final.leaf_name if complete else None
-        index, value = None, name
-        if name is not None:
-            choices = self._choices_by_path.get(final.path or "")
-            if choices is None:
-                index = int(final.trie.leaf[final.node])
-            else:
-                index = choices.index_of(name)
-                value = choices.values[index]
-        return Choice(
-            name=name,
-            value=value,
-            index=index,
-            # As the host does: a character cut by max_tokens is left out.
-            text=self._tokenizer.detokenize(picks).decode("utf-8", "ignore"),
-            tokens=tuple(picks),
-            complete=complete,
-            valid_mass=generation.valid_mass,
-            **walk_numbers(generation.steps),
-        )
 
     # --- trouble -------------------------------------------------------------------------------
 
@@ -422,7 +352,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
 
     def _leave_end_token(self, scores: npt.NDArray[np.single]) -> None:
         scores[:] = -np.inf
-        scores[self._tokenizer.eog_ids[0]] = 0.0
+        scores[self._eog_ids[0]] = 0.0
 
     def _raise_from_detokenize(self, generation: _Generation) -> None:
         """End the running call in our exception: the next thing it does is to detokenize.

@@ -6,6 +6,7 @@ import ctypes
 import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import llama_cpp
@@ -26,29 +27,35 @@ class LlamaTokenizer:
     Args:
         llm: the model; a ``vocab_only`` one is enough.
 
-    Cost: making one asks every id whether it ends a generation, 0.07 s for 262,144 ids;
-    ``as_tokenizer`` keeps one per model.
+    Cost: ``eog_ids`` asks every id once, 0.07 s for 262,144; ``as_tokenizer`` keeps one per model.
     """
 
     def __init__(self, llm: Llama) -> None:
         # The model owns the vocabulary; holding it keeps the pointer alive.
         self._model = llm._model
-        self._vocab = llama_cpp.llama_model_get_vocab(llm.model)
+        self._open(llama_cpp.llama_model_get_vocab(llm.model))
+
+    @classmethod
+    def of_vocab(cls, vocab: Any) -> LlamaTokenizer:
+        """The tokenizer of a bare ``llama_vocab *``, which must outlive it."""
+        tokenizer = cls.__new__(cls)
+        tokenizer._open(vocab)
+        return tokenizer
+
+    def _open(self, vocab: Any) -> None:
+        self._vocab = vocab
         self._buffer = ctypes.create_string_buffer(_LONGEST_PIECE)
-        self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
-        self._eog_ids = tuple(
-            token for token in range(self._n_vocab) if llama_cpp.llama_vocab_is_eog(self._vocab, token)
-        )
+        self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
 
     @property
     def n_vocab(self) -> int:
         """V."""
         return self._n_vocab
 
-    @property
+    @cached_property
     def eog_ids(self) -> tuple[int, ...]:
-        """Every id that llama.cpp takes as the end of a generation, ascending."""
-        return self._eog_ids
+        """Every id that llama.cpp takes as the end of a generation, ascending. First time O(V)."""
+        return tuple(token for token in range(self._n_vocab) if self.is_eog(token))
 
     def tokenize(self, text: bytes) -> list[int]:
         """Ids of UTF-8 text: no BOS, control tokens not parsed."""
@@ -65,6 +72,10 @@ class LlamaTokenizer:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """The bytes of the tokens' pieces; control tokens give none."""
         return b"".join(self._piece(token) for token in tokens)
+
+    def is_eog(self, token: int) -> bool:
+        """Whether llama.cpp takes the token as the end of a generation."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     def is_control(self, token: int) -> bool:
         """Whether llama.cpp marks the token as a control token."""
