@@ -133,6 +133,9 @@ class _StandIn:
         # Leaves of the trie are named by their index, so that their names check out.
         return self.spelled[tuple(tokens)]
 
+    def is_eog(self, token: int) -> bool:
+        return token in self.eog_ids
+
     def is_control(self, token: int) -> bool:
         return token in self.eog_ids
 

@@ -60,6 +60,8 @@ def test_a_file_imports_only_from_rows_above_and_what_its_brackets_name(path: Pa
         head, *rest = module.split(".")
         if head == "trie_sampler":
             ours = "/".join(rest)
+            if not rest and name == "cli":
+                continue  # the command is a user of the public names
             if ours == "__version__" or (name, ours) in EXCEPTIONS:
                 continue
             assert PICTURE[ours][0] < row, f"{name} imports {ours}, which is not above it"

@@ -37,7 +37,7 @@ LEAF = np.array([-1, 0, -1, 1, 2, 3], np.int32)
 def trie_of(token: Any, first_child: Any, leaf: Any, depth: int = 2) -> TokenTrie:
     """A trie of any arrays at all, damaged ones too."""
     arrays = [np.array(array, np.int32) for array in (token, first_child, leaf)]
-    return TokenTrie._from_arrays(*arrays, depth, None, {"": 0}, None, np.empty((2, 0), np.int32))
+    return TokenTrie._from_arrays(*arrays, depth, None, {"": 0}, 100, None, np.empty((2, 0), np.int32))
 
 
 # --- finding ------------------------------------------------------------------------------------
@@ -312,7 +312,8 @@ def test_a_damaged_token_does_not_crash_the_process(token: int) -> None:
         "from trie_sampler import TokenTrie, TrieCursor\n"
         f"arrays = [np.array(a, np.int32) for a in ([-1, {token}, 5], [1, 3, 3, 3], [-1, 0, 1])]\n"
         "none = np.empty((2, 0), np.int32)\n"
-        "cursor = TrieCursor(TokenTrie._from_arrays(*arrays, 1, None, {'': 0}, None, none))\n"
+        "try: cursor = TrieCursor(TokenTrie._from_arrays(*arrays, 1, None, {'': 0}, 100, None, none))\n"
+        "except Exception as error: raise SystemExit(print(error))\n"
         "for ask in (cursor.pick, cursor.sample, cursor.mask, lambda row: cursor.constrain(row, samples=False)):\n"
         "    try: ask(np.zeros(9, np.float32))\n"
         "    except Exception as error: print(error)\n"

@@ -56,6 +56,9 @@ class LongestMatch:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         return b"".join(self.texts.get(t, bytes([t - FIRST_BYTE]) if t >= FIRST_BYTE else b"") for t in tokens)
 
+    def is_eog(self, token: int) -> bool:
+        return token in self.eog_ids
+
     def is_control(self, token: int) -> bool:
         return token in (EOS, BOS)
 

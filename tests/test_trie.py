@@ -440,6 +440,9 @@ class ToyVocab:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         return b"".join(b"" if t < 3 else b" z" if t == 31 else bytes([ord("a") + t - 3]) for t in tokens)
 
+    def is_eog(self, token: int) -> bool:
+        return token in self.eog_ids
+
     def is_control(self, token: int) -> bool:
         return token < 3
 
@@ -549,7 +552,9 @@ def damaged(**changes: Any) -> TokenTrie:
                 arrays[name][place] = value
         else:
             arrays[name] = np.array(change, np.int32)
-    return TokenTrie._from_arrays(*arrays.values(), good.depth, None, {"": 0}, good._names, good._collided)
+    return TokenTrie._from_arrays(
+        *arrays.values(), good.depth, None, {"": 0}, good._n_names, good._names, good._collided
+    )
 
 
 # The header's trie: token -1 3 9 4 8 4, first_child 1 3 5 5 6 6 6, terminal at 2 4 5.

@@ -153,6 +153,9 @@ class StandIn:
     def detokenize(self, tokens: Any) -> bytes:
         return self._spelling.get(tuple(tokens), "").encode()
 
+    def is_eog(self, token: int) -> bool:
+        return token in self.eog_ids
+
     def is_control(self, token: int) -> bool:
         return token in self.eog_ids
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trie_sampler.choice import Choice, walk_numbers
 from trie_sampler.cursor import Step, TrieCursor
-from trie_sampler.errors import TrieSamplerWarning
+from trie_sampler.errors import warn
 from trie_sampler.payload import TokenTreePayload
 from trie_sampler.tokens import Choices, ChoicesLike, Edge, Tokenizer, check_lead, edge_of, spell_choices
 from trie_sampler.trie import TokenTrie
@@ -112,11 +111,9 @@ class Binding:
         text = self._tokenizer.detokenize(prompt_ids[-len(tail) - 1 :])
         if not text.endswith(tail):
             self._told_of_tail = True
-            warnings.warn(
+            warn(
                 f"the trie was tokenized behind {tail[-20:]!r}, but this prompt ends in "
-                f"{text[-20:]!r}: its tokens may be unusual here",
-                TrieSamplerWarning,
-                stacklevel=4,
+                f"{text[-20:]!r}: its tokens may be unusual here"
             )
 
     def make_choice(self, final: TrieCursor, steps: Sequence[Step], valid_mass: float | None = None) -> Choice:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import operator
 import secrets
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trie_sampler import kernels, layout
-from trie_sampler.errors import OffTrieError, TrieSamplerError, TrieSamplerWarning, UnknownPathError
+from trie_sampler.errors import OffTrieError, TrieSamplerError, UnknownPathError, warn
 from trie_sampler.trie import TokenTrie
 
 _logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Sampling:
     def __post_init__(self) -> None:
         ranges = {
             "temperature must be a finite number >= 0": 0 <= self.temperature < np.inf,
-            "top_k must be an integer >= 0": int(self.top_k) == self.top_k >= 0,
+            "top_k must be an integer >= 0": _is_count(self.top_k),
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "min_p must be in [0, 1)": 0 <= self.min_p < 1,
         }
@@ -181,7 +181,7 @@ class TrieCursor:
         record["n_nodes"] = trie.n_nodes
         record["end_address"] = ends.ctypes.data
         record["n_end"] = len(ends)
-        record["min_width"] = max(trie.max_token, int(ends[-1]) if len(ends) else 0) + 1
+        record["min_width"] = max(trie.max_token, *ends[-1:].tolist(), 0) + 1
         self._record = record
         self._address = record.ctypes.data
         return record
@@ -284,28 +284,25 @@ class TrieCursor:
 
         Cost: O(K), under a microsecond for K <= 64; O(V) where a leaf ends and another goes on.
         """
-        try:
-            token: int = kernels.pick_token(self._address, row)
-        except kernels.CompileError as error:
-            raise TypeError(_not_a_row(row)) from error
+        if not _is_row(row):
+            raise TypeError(_not_a_row(row))
+        token: int = kernels.pick_token(self._address, row)
         return token if token > layout.TROUBLE else self._settle(row)
 
     def sample(self, row: Row) -> int:
         """Draw from the allowed tokens; as ``pick`` otherwise. O(K), with top_k or top_p O(K log K)."""
-        try:
-            token: int = kernels.sample_token(self._address, row)
-        except kernels.CompileError as error:
-            raise TypeError(_not_a_row(row)) from error
+        self._require_row(row)
+        token = int(kernels.sample_token(self._address, row))
         return token if token > layout.TROUBLE else self._settle(row)
 
     def mask(self, row: Row) -> None:
         """Set every token that is not allowed to -inf, in place; nothing while released. O(V)."""
-        self._check_width(row)
+        self._require_row(row, writable=True)
         kernels.keep_allowed(self._address, row)
 
     def valid_mass(self, row: Row) -> float:
         """The model's own probability that its next token is one of the children. O(V)."""
-        self._check_width(row)
+        self._require_row(row)
         return float(kernels.measure_valid_mass(self._address, row))
 
     def constrain(self, row: Row, *, samples: bool) -> Step:
@@ -318,7 +315,8 @@ class TrieCursor:
         """
         if self._record["state"][0] == layout.RELEASED:
             return Step(layout.NO_TOKEN, 0.0, np.inf, False)
-        token: int = kernels.score_row(self._address, row, samples)
+        self._require_row(row, writable=True)
+        token = int(kernels.score_row(self._address, row, samples))
         if token <= layout.TROUBLE:
             token = self._settle(row)
         if token == layout.END:
@@ -333,7 +331,10 @@ class TrieCursor:
         Raises:
             OffTrieError: armed, and the token is not allowed; nothing changed.
         """
-        status = kernels.accept_token(self._address, int(token))
+        token = operator.index(token)
+        # Past int32 there are no ids; -2 is none either, and fits the kernel's argument.
+        known = layout.END <= token <= np.iinfo(layout.TOKEN).max
+        status = kernels.accept_token(self._address, token if known else layout.TROUBLE)
         if status == layout.OK:
             return
         if status == layout.SPAN_LIMIT:
@@ -408,19 +409,32 @@ class TrieCursor:
         status = int(self._record["status"][0])
         self._record["status"] = layout.OK
         if status == layout.SHORT_ROW:
-            self._check_width(row)
+            self._require_row(row)
         message = "every valid logit is NaN or -inf, so the model says nothing about the choice"
         if self._on_fault == "raise":
             raise TrieSamplerError(message)
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{message}; taking the lowest valid id", TrieSamplerWarning, stacklevel=3)
+            warn(f"{message}; taking the lowest valid id")
         return int(self._record["picked"][0])
 
-    def _check_width(self, row: Row) -> None:
+    def _require_row(self, row: Row, *, writable: bool = False) -> None:
+        """Refuse what is no row of logits for this trie; kernels index it unchecked."""
+        if not _is_row(row):
+            raise TypeError(_not_a_row(row))
         needed = int(self._record["min_width"][0])
         if len(row) < needed:
             raise ValueError(f"the row holds {len(row)} logits; the trie's ids need {needed}")
+        if writable and not row.flags.writeable:
+            raise ValueError("the row is read-only, and this writes to it; pass a copy")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and 0 <= int(value) < 2**63
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, np.ndarray) and row.dtype.char in "fd" and row.ndim == 1
 
 
 def _not_a_row(row: object) -> str:

@@ -14,6 +14,9 @@ Each also derives from the built-in that a caller would catch without knowing us
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class TrieSamplerError(Exception):
     """Base of every exception this library raises on purpose."""
@@ -57,3 +60,13 @@ class TrieFileError(TrieSamplerError, ValueError):
 
 class TrieSamplerWarning(UserWarning):
     """Input that works but probably does not mean what its author thinks."""
+
+
+def warn(message: str) -> None:
+    """Warn of doubtful input, at the line outside this package that brought it in."""
+    stacklevel = 1
+    frame = sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+        frame = frame.f_back
+        stacklevel += 1
+    warnings.warn(message, TrieSamplerWarning, stacklevel=stacklevel)

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
-from numba.core.errors import NumbaError
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import from_dtype
 
@@ -61,10 +60,6 @@ from trie_sampler.layout import (
 _LAYOUT_VERSION = 2
 if layout.VERSION != _LAYOUT_VERSION:
     raise ImportError(f"kernels.py is written for layout {_LAYOUT_VERSION}, not {layout.VERSION}")
-
-
-CompileError = NumbaError
-"""What a call with an argument of another type ends in."""
 
 
 # --- memory by address -------------------------------------------------------------------------
@@ -321,7 +316,8 @@ def _close_span(cursor):
 def argmax_child(row, token, start, stop):
     """The node among ``start .. stop`` with the largest logit, NO_NODE if none is above -inf.
 
-    O(K); ties go to the lowest token.
+    O(K); ties go to the lowest token. Ids are >= 0 and below ``min_width``: ``TokenTrie`` and
+    ``_begin_pick`` have seen to it.
     """
     best = NO_NODE
     largest = -np.inf
@@ -564,6 +560,8 @@ def gather_options(cursor, row, ids, logits):
         return n_options + 1
     ends = view_end_tokens(cursor)
     for i in range(ends.shape[0]):
+        if find_child(token, start, stop, ends[i]) != NO_NODE:
+            continue  # it goes on, too: one option
         logit = row[ends[i]]
         ids[n_options] = ends[i]
         logits[n_options] = logit if logit == logit else -np.inf
@@ -679,21 +677,25 @@ def score_pick(cursor, row, picked):
     if at_leaf and cursor["on_end"] == ON_END_MASS:
         stop_best = stop_logit = cursor["stop_logit"]
     elif at_leaf:
-        ends = view_end_tokens(cursor)
-        stop_logit = _logsumexp_at(row, ends)
-        best = argmax_child(row, ends, 0, ends.shape[0])
-        if best != NO_NODE:
-            stop_best = np.float64(row[ends[best]])
+        stop_best, stop_logit = _weigh_end_tokens(row, view_end_tokens(cursor), token, start, stop)
     first, second = stop_best, -np.inf
+    n_infinite = 1 if stop_logit == np.inf else 0
     for node in range(start, stop):
         logit = np.float64(row[token[node]])
+        if logit == np.inf:
+            n_infinite += 1
         if logit > first:
             first, second = logit, first
         elif logit > second:
             second = logit
-    if first == -np.inf or first == np.inf:
+    if first == -np.inf:
         cursor["margin"] = 0.0
         cursor["logprob"] = -math.log(n_options)
+        return
+    if first == np.inf:
+        # The limit that the softmax goes to: who is infinite shares everything.
+        cursor["margin"] = np.inf if n_infinite == 1 else 0.0
+        cursor["logprob"] = -math.log(n_infinite)
         return
     total = math.exp(stop_logit - first)
     for node in range(start, stop):
@@ -708,31 +710,51 @@ def score_pick(cursor, row, picked):
 
 
 @jit
-def _logsumexp_at(row, ids):
-    """Logsumexp of the row over ``ids``; NaN counts as -inf."""
+def _weigh_end_tokens(row, ends, token, start, stop):
+    """(largest, logsumexp) of the end tokens' logits; those that are children too are left out."""
     largest = -np.inf
-    for i in range(ids.shape[0]):
-        if row[ids[i]] > largest:
-            largest = row[ids[i]]
+    for i in range(ends.shape[0]):
+        if row[ends[i]] > largest and find_child(token, start, stop, ends[i]) == NO_NODE:
+            largest = np.float64(row[ends[i]])
+    if largest == -np.inf or largest == np.inf:
+        return largest, largest
+    total = 0.0
+    for i in range(ends.shape[0]):
+        logit = np.float64(row[ends[i]])
+        if logit == logit and find_child(token, start, stop, ends[i]) == NO_NODE:
+            total += math.exp(logit - largest)
+    return largest, largest + math.log(total)
+
+
+@jit
+def _logsumexp_children(row, token, start, stop):
+    """Sum, in log space, the children's logits; NaN counts as -inf."""
+    largest = -np.inf
+    for node in range(start, stop):
+        if row[token[node]] > largest:
+            largest = np.float64(row[token[node]])
     if largest == -np.inf or largest == np.inf:
         return largest
     total = 0.0
-    for i in range(ids.shape[0]):
-        if row[ids[i]] == row[ids[i]]:
-            total += math.exp(np.float64(row[ids[i]]) - largest)
+    for node in range(start, stop):
+        logit = np.float64(row[token[node]])
+        if logit == logit:
+            total += math.exp(logit - largest)
     return largest + math.log(total)
 
 
 @jit
 def measure_valid_mass(address, row):
-    """The model's own probability that its next token is one of the children. O(V)."""
+    """The model's own probability that its next token is one of the children; NaN for a short row. O(V)."""
     cursor = view_cursor(address)
     if row.shape[0] < cursor["min_width"]:
         return np.nan
     token = view_tokens(cursor)
     start, stop = child_range(cursor)
-    inside = _logsumexp_at(row, token[start:stop])
+    inside = _logsumexp_children(row, token, start, stop)
     outside = foreign_logsumexp(row, token, start, stop)
+    if inside == np.inf:
+        return 0.5 if outside == np.inf else 1.0
     if inside == -np.inf:
         return 0.0
     return 1.0 / (1.0 + math.exp(min(outside - inside, 700.0)))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
@@ -24,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from trie_sampler.errors import PayloadError, TrieSamplerWarning
+from trie_sampler.errors import PayloadError, warn
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -180,7 +179,7 @@ class TokenTreePayload(_WireModel):
             payload = cls._read_ignoring_unknown(raw)
         if unknown:
             keys = _list_some([_format_place(loc) for loc in unknown])
-            warnings.warn(f"{cls.__name__}: unknown keys ignored: {keys}", TrieSamplerWarning, stacklevel=2)
+            warn(f"{cls.__name__}: unknown keys ignored: {keys}")
         return payload
 
     @classmethod

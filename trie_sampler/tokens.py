@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import enum
 import typing
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from trie_sampler.errors import EmptyTrieError, TrieSamplerWarning, VocabMismatchError
+from trie_sampler.errors import EmptyTrieError, VocabMismatchError, warn
 
 OPENERS = "\"'`([{<«“‘„‹「『（"
 """After one of these a word begins without a space."""
@@ -125,7 +124,8 @@ def _string(value: Any, what: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{what} is not valid Unicode text: {value!r:.80} ({error})") from error
-    return str(value)
+    # Not str(value): a member of an Enum of strings would call itself by its name.
+    return str.__str__(value)
 
 
 def _text_of(value: Any, what: str) -> str:
@@ -256,13 +256,11 @@ def spell_choices(tokenizer: Tokenizer, choices: Choices, edge: Edge, lead: str,
             _check_spelling(tokenizer, name, text, tokens)
             paths.append((name, tokens))
     if merged:
-        warnings.warn(
+        warn(
             f"the prompt ends in {edge.text[-20:].decode('utf-8', 'replace')!r}, whose last token the "
             f"vocabulary would have merged with the choice {merged[0]!r}"
             + (f" and {len(merged) - 1} more" if len(merged) > 1 else "")
-            + "; models rarely see such a split: end the prompt before the space or the half word",
-            TrieSamplerWarning,
-            stacklevel=5,
+            + "; models rarely see such a split: end the prompt before the space or the half word"
         )
     return Spelled(tuple(paths), edge.text)
 
@@ -270,7 +268,11 @@ def spell_choices(tokenizer: Tokenizer, choices: Choices, edge: Edge, lead: str,
 def _continue(tokenizer: Tokenizer, edge: Edge, text: bytes) -> tuple[int, ...] | None:
     """Tokens of ``text`` behind the edge, or None where the cut between them is not clean."""
     if edge is START:
-        return tuple(tokenizer.tokenize(text))
+        tokens = tokenizer.tokenize(text)
+        if text.startswith(b" ") and tokenizer.detokenize(tokens) == b" " + text:
+            # This vocabulary itself puts a space before any text.
+            tokens = tokenizer.tokenize(text[1:])
+        return tuple(tokens)
     if not edge.tokens:
         return None
     tokens = tokenizer.tokenize(edge.text + text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,9 +13,9 @@ from trie_sampler.build import build_arrays
 from trie_sampler.errors import (
     EmptyTrieError,
     TrieSamplerError,
-    TrieSamplerWarning,
     UnknownPathError,
     VocabMismatchError,
+    warn,
 )
 from trie_sampler.kernels import find_child_of
 from trie_sampler.layout import LEAF, NO_LEAF, NO_TOKEN, OFFSET, TOKEN
@@ -51,6 +50,8 @@ class TokenTrie:
         first_child: [S+1] int32.
         leaf: [S] int32, index of the leaf that ends here; -1 where none does.
         depth: tokens of the longest path.
+        n_leaves: leaves that can come out: names that no collision took the last path of.
+        max_token: the largest token id of any path.
         tail: the prompt's text that the paths were tokenized after; ``None`` where unknown.
 
     Example:
@@ -66,7 +67,10 @@ class TokenTrie:
     leaf: npt.NDArray[np.int32]
     depth: int
     tail: bytes | None
+    n_leaves: int
+    max_token: int
     _roots: Mapping[str, int]
+    _n_names: int
     _names: _Names | None
     _collided: npt.NDArray[np.int32]
 
@@ -223,6 +227,8 @@ class TokenTrie:
                 if len(ids) == 0:
                     empty.append(name)
                     continue
+                if not isinstance(leaf, TokenSequence) and any(isinstance(token, (bool, np.bool_)) for token in ids):
+                    raise VocabMismatchError(f"leaf {name!r}: a truth value is no token id: {list(ids)!r:.80}")
                 if name not in index_of:
                     index_of[name] = len(names)
                     names.append(name)
@@ -233,11 +239,7 @@ class TokenTrie:
             if not index_of:
                 raise EmptyTrieError(f"{where} has no leaf with tokens, so there is nothing to choose from")
             if empty:
-                warnings.warn(
-                    f"{where}: skipped {len(empty)} leaves without tokens: {_some(empty)}",
-                    TrieSamplerWarning,
-                    stacklevel=4,
-                )
+                warn(f"{where}: skipped {len(empty)} leaves without tokens: {_some(empty)}")
             root_offsets.append(len(leaf_of_path))
         return cls._from_paths(
             _token_array(tokens),
@@ -260,18 +262,19 @@ class TokenTrie:
         paths: Sequence[str],
         tail: bytes | None = None,
     ) -> TokenTrie:
+        n_leaves = len(offsets) - 1 if names is None else len(names)
         lengths = np.diff(offsets)
+        if not len(lengths):
+            raise EmptyTrieError("there are no leaves, so there is nothing to choose from")
+        if not lengths.any():
+            raise EmptyTrieError("no leaf has tokens, so there is nothing to choose from")
         if not lengths.all():
             kept = lengths > 0
-            n_empty = int(np.count_nonzero(~kept))
-            if n_empty == len(lengths):
-                raise EmptyTrieError("no leaf has tokens, so there is nothing to choose from")
-            warnings.warn(f"skipped {n_empty} leaves without tokens", TrieSamplerWarning, stacklevel=4)
+            skipped = [str(leaf) if names is None else names[leaf] for leaf in leaf_of_path[~kept][:4].tolist()]
+            warn(f"skipped {np.count_nonzero(~kept)} leaves without tokens: {_some(skipped)}")
             leaf_of_path = leaf_of_path[kept]
             offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
             root_offsets = np.array([0, len(leaf_of_path)])
-        if not len(lengths):
-            raise EmptyTrieError("there are no leaves, so there is nothing to choose from")
         arrays = build_arrays(tokens, offsets, root_offsets, leaf_of_path)
         collided = np.stack([arrays.collided_node, arrays.collided_leaf])
         if names is not None and collided.size:
@@ -283,19 +286,38 @@ class TokenTrie:
             arrays.depth,
             tail,
             {path: root for root, path in enumerate(paths)},
+            n_leaves,
             None if names is None else _Names.of(names),
             collided,
         )
 
     @classmethod
-    def _from_arrays(cls, token: Any, first_child: Any, leaf: Any, *rest: Any) -> TokenTrie:
+    def _from_arrays(
+        cls,
+        token: npt.NDArray[np.int32],
+        first_child: npt.NDArray[np.int32],
+        leaf: npt.NDArray[np.int32],
+        depth: int,
+        tail: bytes | None,
+        roots: Mapping[str, int],
+        n_names: int,
+        names: _Names | None,
+        collided: npt.NDArray[np.int32],
+    ) -> TokenTrie:
+        """Freeze arrays. Kernels index logits by token unchecked, so a negative one is refused here."""
         for array in (token, first_child, leaf):
             array.setflags(write=False)
-        return cls(token, first_child, leaf, *rest)
+        ids = token[len(roots) :]
+        if ids.size and ids.min() < 0:
+            raise TrieSamplerError("damaged trie: 'tokens are ids' does not hold")
+        reachable = np.zeros(n_names, bool)
+        reachable[leaf[(leaf >= 0) & (leaf < n_names)]] = True
+        n_leaves, max_token = int(np.count_nonzero(reachable)), int(token.max(initial=0))
+        return cls(token, first_child, leaf, depth, tail, n_leaves, max_token, roots, n_names, names, collided)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.token, self.first_child, self.leaf, self.depth, self.tail)
-        return TokenTrie._from_arrays, (*fields, self._roots, self._names, self._collided)
+        return TokenTrie._from_arrays, (*fields, self._roots, self._n_names, self._names, self._collided)
 
     # --- asking it -----------------------------------------------------------------------------
 
@@ -336,21 +358,9 @@ class TokenTrie:
         return len(self.token)
 
     @property
-    def n_leaves(self) -> int:
-        """Leaves that can be reached: distinct names that no collision took the last path of."""
-        n_names = int(self.leaf.max()) + 1 if self._names is None else len(self._names)
-        lost = np.unique(self._collided[1])
-        return n_names - int(np.count_nonzero(~np.isin(lost, self.leaf)))
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the three arrays; the names are not counted."""
         return self.token.nbytes + self.first_child.nbytes + self.leaf.nbytes
-
-    @property
-    def max_token(self) -> int:
-        """The largest token id of any path."""
-        return int(self.token.max())
 
     def step(self, node: int, token: int) -> int:
         """The node that ``token`` leads to from ``node``, or -1. O(log K)."""
@@ -413,20 +423,20 @@ class TokenTrie:
             TrieSamplerError: one does not hold; the message says which.
         """
         first, n_nodes, n_roots = self.first_child, self.n_nodes, len(self._roots)
-        n_names = n_nodes if self._names is None else len(self._names)
+        if len(first) != n_nodes + 1 or len(self.leaf) != n_nodes:
+            raise TrieSamplerError("damaged trie: 'first_child has S+1 entries' does not hold")
         inner = np.ones(n_nodes, bool)
         # Siblings ascend: only a family's first member may have a smaller token than its neighbour.
         inner[: min(n_roots, n_nodes)] = False
-        inner[first[:-1][first[:-1] < n_nodes]] = False
+        inner[first[:-1][(first[:-1] >= 0) & (first[:-1] < n_nodes)]] = False
         checks = {
-            "first_child has S+1 entries": len(first) == n_nodes + 1 and len(self.leaf) == n_nodes,
             "roots come first": bool(np.all(self.token[:n_roots] == NO_TOKEN)),
             "children follow the roots": first[0] == n_roots and first[-1] == n_nodes,
             "first_child ascends": bool(np.all(np.diff(first) >= 0)),
             "children come after parents": bool(np.all(first[:-1] > np.arange(n_nodes))),
             "tokens are ids": bool(np.all(self.token[n_roots:] >= 0)),
             "siblings ascend": bool(np.all(np.diff(self.token)[inner[1:]] > 0)),
-            "leaf indices are in range": bool(np.all((self.leaf >= -1) & (self.leaf < n_names))),
+            "leaf indices are in range": bool(np.all((self.leaf >= -1) & (self.leaf < self._n_names))),
             "every branch ends in a leaf": bool(np.all((np.diff(first) > 0) | (self.leaf >= 0))),
         }
         for promise, holds in checks.items():
@@ -461,7 +471,7 @@ class TokenTrie:
             message = f"leaves that do not spell their names, perhaps of another model: {_some(wrong)}"
             if strict:
                 raise VocabMismatchError(message)
-            warnings.warn(message, TrieSamplerWarning, stacklevel=3)
+            warn(message)
 
     def _refuse_token(self, node: int, why: str) -> None:
         path = self.path_tokens(node)

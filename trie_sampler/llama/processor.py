@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from llama_cpp import Llama, LogitsProcessorList, StoppingCriteriaList
 from trie_sampler.binding import Binding
 from trie_sampler.choice import Choice
 from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode
-from trie_sampler.errors import TrieSamplerError, TrieSamplerWarning, UnknownPathError
+from trie_sampler.errors import TrieSamplerError, UnknownPathError, warn
 from trie_sampler.layout import NO_TOKEN
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens
 from trie_sampler.payload import TokenTreePayload
@@ -193,11 +192,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
         if generation.error is not None:
             self._raise_error(generation.error)
         if generation.sampler() is not self._llm._sampler:
-            warnings.warn(
-                "this Llama has generated since without this constraint; the result is the earlier one's",
-                TrieSamplerWarning,
-                stacklevel=2,
-            )
+            warn("this Llama has generated since without this constraint; the result is the earlier one's")
         final = generation.final_cursor()
         if final is None:
             raise TrieSamplerError("the constraint was released all the time; activate(path) arms it")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 
 from trie_sampler import kernels, layout
 from trie_sampler.cursor import TrieCursor, as_mode
-from trie_sampler.errors import OffTrieError, TrieSamplerError, TrieSamplerWarning
+from trie_sampler.errors import OffTrieError, TrieSamplerError, warn
 from trie_sampler.llama.abi import check_abi
 from trie_sampler.llama.vocab import LlamaTokenizer
 from trie_sampler.payload import TokenTreePayload
@@ -303,9 +302,7 @@ class TokenTrieHandle:
         if trouble == layout.OFF_TRIE:
             _logger.warning("a token was accepted that the trie does not allow there; released")
         elif trouble == layout.ALL_INVALID:
-            warnings.warn(
-                "every valid logit was NaN or -inf; the lowest valid id was left", TrieSamplerWarning, stacklevel=3
-            )
+            warn("every valid logit was NaN or -inf; the lowest valid id was left")
         elif trouble != layout.OK:
             _logger.warning("%s", _TROUBLES[trouble])
         return self._record
