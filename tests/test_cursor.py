@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,7 +45,7 @@ from strategies import leaf_sets, logits_rows
 
 from trie_sampler import layout
 from trie_sampler.choice import Choice, walk_numbers
-from trie_sampler.cursor import Sampling, Step, TrieCursor
+from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode
 from trie_sampler.errors import OffTrieError, TrieSamplerError, TrieSamplerWarning, UnknownPathError
 from trie_sampler.payload import TokenSequence, TokenTreeDescriptor, TokenTreePayload
 from trie_sampler.trie import TokenTrie
@@ -60,8 +59,6 @@ END = layout.END
 LEAVES: Leaves = [("AB", [5, 6]), ("YES", [3, 4]), ("A", [5])]
 EOG, SEPARATOR = 0, 9
 MODES = ("mass", "eog", "release")
-
-COMPILED = not numba.config.DISABLE_JIT
 
 
 def cursor_of(leaves: Leaves = LEAVES, **settings: Any) -> TrieCursor:
@@ -336,6 +333,17 @@ def test_settings_that_are_none_are_refused(settings: dict[str, Any], ref: str) 
 def test_an_unknown_keyword_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="max_tokens"):
         cursor_of(max_tokens=5)
+
+
+@pytest.mark.parametrize(("mode", "ref"), [("greedy", "greedy"), ("sampled", "sampled"), (0, "greedy"), (1, "sampled")])
+def test_modes_have_the_reference_s_numbers_too(mode: Any, ref: str) -> None:
+    assert as_mode(mode) == ref
+
+
+@pytest.mark.parametrize("mode", [2, -1, True, False, None, "mask", "Greedy", ""])
+def test_another_mode_is_refused(mode: Any) -> None:
+    with pytest.raises(ValueError, match=rf'mode must be "greedy", "sampled", 0 or 1, got {mode!r}'):
+        as_mode(mode)
 
 
 # --- several descriptors ------------------------------------------------------------------------
@@ -881,10 +889,11 @@ NO_ROWS: dict[str, Any] = {
     "float16": np.zeros(10, np.float16),
     "complex": np.zeros(10, complex),
     "object": np.zeros(10, object),
+    "another byte order": np.zeros(10, np.dtype(np.float32).newbyteorder()),
+    "masked": np.ma.zeros(10, np.float32),
 }
 
 
-@pytest.mark.skipif(not COMPILED, reason="the compiler is what tells kinds of rows apart")
 @pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
 @pytest.mark.parametrize("row", NO_ROWS.values(), ids=NO_ROWS)
 def test_what_is_no_row_is_a_type_error(ask: Callable[[TrieCursor, Any], Any], row: Any) -> None:

@@ -20,7 +20,6 @@ from strategies import choice_texts
 
 from trie_sampler.errors import EmptyTrieError, TrieSamplerWarning, VocabMismatchError
 from trie_sampler.tokens import (
-    OPENERS,
     START,
     Choices,
     Edge,
@@ -196,7 +195,7 @@ LEADS: list[tuple[str | list[int] | None, str, list[str]]] = [
     ("Action:\t",               "auto", BARE),
     ("Action:\u3000",           "auto", BARE),  # an ideographic space is white space
     ("Action:\u00a0",           "auto", BARE),
-    *((f"say {opener}",         "auto", BARE) for opener in OPENERS),
+    *((f"say {opener}",         "auto", BARE) for opener in "\"'`([{<«“‘„‹「『（"),
     ([],                        "auto", BARE),
     ([BOS],                     "auto", BARE),
     ([FIRST_BYTE + 58, EOS],    "auto", BARE),  # ":", then a control token

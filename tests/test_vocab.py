@@ -218,12 +218,15 @@ def paths_of(trie: TokenTrie, name: str) -> set[tuple[int, ...]]:
 def test_choices_are_tokenized_in_context(vocab: tuple[Llama, Any], edge: tuple[str, bool], lead: str) -> None:
     llm, known = vocab
     prompt, both = edge
-    if (llm.metadata.get("tokenizer.ggml.add_space_prefix"), prompt, lead) == ("true", "CONTROL", " "):
-        pytest.skip("the vocabulary writes this space itself: the test after next")
+    # After a control token such a vocabulary writes a space itself, and a second one for a space of the choice's own:
+    # the tests below say what is to come out then.
+    own_space = llm.metadata.get("tokenizer.ggml.add_space_prefix") == "true" and prompt == "CONTROL"
+    if own_space and lead == " ":
+        pytest.skip("no such space is added")
     prompt = prompt.replace("USER", known["user"]).replace("CONTROL", known["control"])
     leads = (lead,) if lead != "auto" else ("", " ") if both else ("",)
     # What reads as a control token in a prompt does not in a choice.
-    texts = [text for text in AWKWARD_TEXTS if text not in {"<s>", "</s>"}]
+    texts = [text for text in AWKWARD_TEXTS if text not in {"<s>", "</s>"} and not (own_space and text[0].isspace())]
     n_clean = 0
     for text in texts:
         ref = reference_paths(llm, prompt, text, leads)
@@ -270,6 +273,7 @@ def test_a_space_that_the_vocabulary_writes_itself_is_no_second_one(vocab: tuple
     llm, known = vocab
     for prompt in (None, known["control"]):
         assert texts_of(llm, TokenTrie.from_choices(llm, ["PLAY"], prompt=prompt, lead=" ")) == [" PLAY"]
+        assert texts_of(llm, TokenTrie.from_choices(llm, [" PLAY"], prompt=prompt)) == [" PLAY"]
 
 
 def test_trie_behind_a_prompt_knows_its_tail(vocab: tuple[Llama, Any]) -> None:
