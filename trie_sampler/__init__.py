@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnknownPathError,
         VocabMismatchError,
     )
+    from trie_sampler.llama.chain import SamplingParams, build_sampler_chain
     from trie_sampler.llama.native import native_sampling
     from trie_sampler.llama.processor import TrieLogitsProcessor
     from trie_sampler.llama.sampler import llama_sampler_init_token_trie, token_trie_handle
@@ -38,6 +39,7 @@ _HOMES = {
     "OffTrieError": "errors",
     "PayloadError": "errors",
     "Sampling": "cursor",
+    "SamplingParams": "llama.chain",
     "TokenSequence": "payload",
     "TokenTreeDescriptor": "payload",
     "TokenTreePayload": "payload",
@@ -49,6 +51,7 @@ _HOMES = {
     "TrieSamplerWarning": "errors",
     "UnknownPathError": "errors",
     "VocabMismatchError": "errors",
+    "build_sampler_chain": "llama.chain",
     "choose": "choosing",
     "llama_sampler_init_token_trie": "llama.sampler",
     "native_sampling": "llama.native",
@@ -63,6 +66,7 @@ __all__ = [
     "OffTrieError",
     "PayloadError",
     "Sampling",
+    "SamplingParams",
     "TokenSequence",
     "TokenTreeDescriptor",
     "TokenTreePayload",
@@ -74,6 +78,7 @@ __all__ = [
     "TrieSamplerWarning",
     "UnknownPathError",
     "VocabMismatchError",
+    "build_sampler_chain",
     "choose",
     "llama_sampler_init_token_trie",
     "native_sampling",

@@ -933,6 +933,16 @@ def context_of(sampler_address):
     return view_int64(sampler_address, 2)[1]
 
 
+# A value of ``keeps_options`` like 1, under which the probe leaves the options too.
+_KEEPS_AT_BOTH_ENDS = 2
+
+
+@jit
+def let_probe_constrain(address):
+    """Let the probe leave the options already, for samplers in between that may add a candidate."""
+    view_native(address)["keeps_options"] = _KEEPS_AT_BOTH_ENDS
+
+
 @jit
 def _report(native, status):
     if status != OK and native["trouble"] == OK:
@@ -991,10 +1001,12 @@ def probe_apply(sampler_address, array_address):
     native["probed"] = NO_TOKEN
     fields = view_int64(array_address, 4)
     size = fields[1]
-    if native["state"] == ARMED and size >= native["min_width"] and is_ordered(address, fields[0], size):
+    if native["state"] != RELEASED and size >= native["min_width"] and is_ordered(address, fields[0], size):
         row = view_float32(fields[0], 3 * size)[1::3]
         picked = pick_token(address, row)
         native["probed"] = native["picked"] if picked == TROUBLE else picked
+    if native["keeps_options"] == _KEEPS_AT_BOTH_ENDS:
+        apply_to_candidates(address, array_address)
 
 
 def probe_clone(sampler_address):
@@ -1046,6 +1058,8 @@ def apply_to_candidates(address, array_address):
         return
     native["n_applied"] += 1
     native["n_candidates"] += size
+    # Rewritten logits are in no order, and dist takes the first of a sorted array for the largest.
+    view_int8(array_address + 24, 1)[0] = 0
     ids = view_int32(fields[0], 3 * size)
     logits = view_float32(fields[0], 3 * size)
     cursor = view_cursor(address)
@@ -1081,7 +1095,6 @@ def apply_to_candidates(address, array_address):
         ids[3 * n_valid] = end_token
         logits[3 * n_valid + 1] = stop_logit
         n_valid += 1
-        view_int8(array_address + 24, 1)[0] = 0
     native["n_valid"] += n_valid
     fields[1] = n_valid
     fields[2] = -1
