@@ -14,7 +14,7 @@ import numba
 import pytest
 
 from trie_sampler import jit as jit_module
-from trie_sampler.jit import jit, jit_sum
+from trie_sampler.jit import c_callback, jit, jit_sum
 
 
 def three() -> int:
@@ -70,6 +70,17 @@ def test_only_sums_may_be_reordered(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, summing = njit.asked
     assert not plain.get("fastmath")
     assert summing["fastmath"] == {"reassoc", "contract"}
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_c_callback_is_compiled_with_a_cache_where_there_is_a_place(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfunc = FakeDecorator(RuntimeError("no locator available") if refuses else None)
+    monkeypatch.setattr(numba, "cfunc", lambda signature, **options: cfunc(signature=signature, **options))
+    assert c_callback("int32()", three) == ("compiled", three)
+    cached = {"signature": "int32()", "cache": True}
+    assert cfunc.asked == ([cached, {"signature": "int32()"}] if refuses else [cached])
 
 
 def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,12 @@ def as_mode(mode: str | int) -> str:
     if isinstance(mode, bool) or mode not in _MODES:
         raise ValueError(f'mode must be "greedy", "sampled", 0 or 1, got {mode!r}')
     return _MODES[mode]
+
+
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Refuse an argument that is none of its words with a ``ValueError``."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -151,10 +157,8 @@ class TrieCursor:
         on_fault: str = "warn",
         sampling: Sampling | None = None,
     ) -> None:
-        if on_end not in layout.ON_END:
-            raise ValueError(f"on_end must be one of {list(layout.ON_END)}, got {on_end!r}")
-        if on_fault not in ("warn", "raise"):
-            raise ValueError(f'on_fault must be "warn" or "raise", got {on_fault!r}')
+        check_choice("on_end", on_end, layout.ON_END)
+        check_choice("on_fault", on_fault, ("warn", "raise"))
         if path is None and len(trie.paths) == 1:
             path = trie.paths[0]
         ends = set(stop_tokens) if on_end == "release" else {*eog_ids, *stop_tokens}
@@ -234,6 +238,11 @@ class TrieCursor:
     def leaf_name(self) -> str | None:
         """Name of the leaf that ends where it stands, ``None`` where none does."""
         return None if self.node < 0 else self.trie.leaf_name(self.node)
+
+    @property
+    def on_end(self) -> str:
+        """How a span may end: "mass", "eog" or "release"."""
+        return next(name for name, code in layout.ON_END.items() if code == self._record["on_end"][0])
 
     @property
     def end_tokens(self) -> npt.NDArray[np.int32]:
@@ -433,8 +442,16 @@ def _is_count(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and 0 <= int(value) < 2**63
 
 
+_ROW_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+
+
 def _is_row(row: object) -> bool:
-    return isinstance(row, np.ndarray) and row.dtype.char in "fd" and row.ndim == 1
+    return (
+        isinstance(row, np.ndarray)
+        and row.dtype in _ROW_DTYPES
+        and row.ndim == 1
+        and (type(row) is np.ndarray or not isinstance(row, np.ma.MaskedArray))
+    )
 
 
 def _not_a_row(row: object) -> str:

@@ -34,6 +34,14 @@ def jit_sum(function: Callable[..., Any]) -> Any:
     return _compile_on_call(function, fastmath={"reassoc", "contract"})
 
 
+def c_callback(signature: str, function: Callable[..., Any]) -> Any:
+    """Compile ``function`` now as a C function of that signature; ``.address`` is its entry point."""
+    try:
+        return numba.cfunc(signature, cache=True)(function)
+    except RuntimeError:
+        return numba.cfunc(signature)(function)
+
+
 def _compile_on_call(function: Callable[..., Any], **options: Any) -> Any:
     try:
         return numba.njit(nogil=True, cache=True, **options)(function)

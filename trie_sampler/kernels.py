@@ -406,12 +406,21 @@ def foreign_logsumexp(row, token, start, stop):
 
 @jit
 def best_end_token(cursor, row):
-    """The end token of the largest logit (ties and faults: the lowest id); END where there is none."""
+    """The end token of the largest logit (ties and faults: the lowest id); END where there is none.
+
+    One that is a child here as well would go on, not end.
+    """
     ends = view_end_tokens(cursor)
-    if ends.shape[0] == 0:
-        return END
-    best = argmax_child(row, ends, 0, ends.shape[0])
-    return ends[max(best, 0)]
+    token = view_tokens(cursor)
+    start, stop = child_range(cursor)
+    best = END
+    largest = -np.inf
+    for i in range(ends.shape[0]):
+        if find_child(token, start, stop, ends[i]) == NO_NODE and (best == END or row[ends[i]] > largest):
+            best = ends[i]
+            if row[best] > largest:
+                largest = np.float64(row[best])
+    return best
 
 
 @jit
@@ -1076,14 +1085,14 @@ def apply_to_candidates(address, array_address):
     if weighs_mass:
         stop_logit = _foreign_mass(ids, logits, size, token, start, stop, ordered)
         native["stop_logit"] = stop_logit
-        end_token = _best_end_candidate(ids, logits, size, ends, ordered)
+        end_token = _best_end_candidate(ids, logits, size, token, start, stop, ends)
     n_ends = ends.shape[0] if at_leaf and not weighs_mass else 0
 
     if native["on_invalid"] != DROP:
-        n_valid = _mask_candidates(ids, logits, size, token, start, stop, ends, n_ends, end_token, stop_logit)
-        native["n_valid"] += n_valid
-        if n_valid == 0:
-            _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends)
+        n_valid, n_finite = _mask_candidates(ids, logits, size, token, start, stop, ends, n_ends, end_token, stop_logit)
+        native["n_valid"] += n_finite
+        if n_finite == 0:
+            _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends, n_valid)
         return
 
     if ordered:
@@ -1100,7 +1109,7 @@ def apply_to_candidates(address, array_address):
     fields[2] = -1
     best = _best_candidate(ids, logits, n_valid, end_token)
     if best < 0:
-        _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends)
+        _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends, n_valid)
     elif native["keeps_options"] == 0:
         ids[0] = ids[3 * best]
         logits[1] = logits[3 * best + 1]
@@ -1135,24 +1144,23 @@ def _foreign_mass(ids, logits, size, token, start, stop, ordered):
 
 
 @jit
-def _best_end_candidate(ids, logits, size, ends, ordered):
-    """The end token of the largest logit, the lowest of equals and of none; NO_TOKEN without any."""
-    if ends.shape[0] == 0:
-        return NO_TOKEN
-    best = ends[0]
+def _best_end_candidate(ids, logits, size, token, start, stop, ends):
+    """``best_end_token`` among candidates in any order; NO_TOKEN where there is none. O(size log n_end)."""
+    best = NO_TOKEN
+    for i in range(ends.shape[0]):
+        if find_child(token, start, stop, ends[i]) == NO_NODE:
+            best = ends[i]
+            break
     largest = -np.inf
-    if ordered:
-        for i in range(ends.shape[0]):
-            if logits[3 * ends[i] + 1] > largest:
-                best = ends[i]
-                largest = np.float64(logits[3 * ends[i] + 1])
-        return best
     for i in range(size):
         candidate, logit = ids[3 * i], logits[3 * i + 1]
-        if logit > largest or (logit == largest and candidate < best):
-            if find_child(ends, 0, ends.shape[0], candidate) != NO_NODE:
-                best = candidate
-                largest = np.float64(logit)
+        if not (logit > largest or (logit == largest and candidate < best)):
+            continue
+        if find_child(ends, 0, ends.shape[0], candidate) == NO_NODE:
+            continue
+        if find_child(token, start, stop, candidate) == NO_NODE:
+            best = candidate
+            largest = np.float64(logit)
     return best
 
 
@@ -1192,19 +1200,34 @@ def _compact_scanned(ids, logits, size, token, start, stop, ends, n_ends):
 
 @jit
 def _mask_candidates(ids, logits, size, token, start, stop, ends, n_ends, end_token, stop_logit):
-    """Write -inf to every candidate that is no option; how many options have a finite logit."""
-    n_valid = 0
+    """Write -inf to every candidate that is no option; (options present, those with a finite logit).
+
+    A stop whose end token was filtered away takes the slot of a foreign token.
+    """
+    n_present, n_finite = 0, 0
+    foreign = -1
+    stop_slot = -1
     for i in range(size):
         candidate = ids[3 * i]
         if end_token != NO_TOKEN and candidate == end_token:
-            logits[3 * i + 1] = stop_logit
-        elif not _is_valid_candidate(candidate, token, start, stop, ends, n_ends):
-            logits[3 * i + 1] = -np.inf
-        if logits[3 * i + 1] > -np.inf:
-            n_valid += 1
+            stop_slot = i
+        elif _is_valid_candidate(candidate, token, start, stop, ends, n_ends):
+            n_present += 1
+            if logits[3 * i + 1] > -np.inf:
+                n_finite += 1
+            else:
+                logits[3 * i + 1] = -np.inf
         else:
+            foreign = i
             logits[3 * i + 1] = -np.inf
-    return n_valid
+    if stop_slot < 0 and stop_logit > -np.inf and end_token != NO_TOKEN:
+        stop_slot = foreign
+        ids[3 * stop_slot] = end_token
+    if stop_slot >= 0:
+        logits[3 * stop_slot + 1] = stop_logit
+        n_present += 1
+        n_finite += 1 if stop_logit > -np.inf else 0
+    return n_present, n_finite
 
 
 @jit
@@ -1229,12 +1252,11 @@ def _best_candidate(ids, logits, n_valid, end_token):
 
 
 @jit
-def _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends):
+def _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends, n_valid):
     """No option is left with a finite logit: leave one candidate, never none, and say so.
 
     It is what a probe picked before the filters, else the lowest valid id.
     """
-    had_candidates = fields[1] > 0
     kept = NO_TOKEN
     if native["probed"] != NO_TOKEN:
         kept = native["probed"]
@@ -1246,7 +1268,7 @@ def _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends):
             kept = ends[0]
         if kept == NO_TOKEN and ends.shape[0] > 0:
             kept = ends[0]
-        status = ALL_INVALID if had_candidates else NO_CANDIDATE
+        status = ALL_INVALID if n_valid > 0 else NO_CANDIDATE
     if kept == NO_TOKEN:
         return
     native["status"] = status

@@ -161,7 +161,7 @@ class TokenTrie:
             VocabMismatchError: ids outside the vocabulary, an end-of-generation id in a leaf, or
                 under ``strict`` leaves that do not spell their names.
         """
-        if isinstance(payload, (str, bytes)):
+        if not isinstance(payload, TokenTreePayload):
             payload = TokenTreePayload.from_json(payload)
         descriptors = payload.descriptors
         if path is not None:

@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import llama_cpp
-import numba
 import numpy as np
 
 from trie_sampler import kernels, layout
-from trie_sampler.cursor import TrieCursor, as_mode
+from trie_sampler.cursor import TrieCursor, as_mode, check_choice
 from trie_sampler.errors import OffTrieError, TrieSamplerError, warn
+from trie_sampler.jit import c_callback
 from trie_sampler.llama.abi import check_abi
 from trie_sampler.llama.vocab import LlamaTokenizer
 from trie_sampler.payload import TokenTreePayload
@@ -49,7 +49,7 @@ class _Tables:
     def __init__(self) -> None:
         check_abi()
         compiled = {
-            f"{kind}_{slot}": numba.cfunc(_SIGNATURES[slot], cache=True)(getattr(kernels, f"{kind}_{slot}"))
+            f"{kind}_{slot}": c_callback(_SIGNATURES[slot], getattr(kernels, f"{kind}_{slot}"))
             for kind, slots in (("native", _SIGNATURES), ("probe", ("apply", "clone", "free")))
             for slot in slots
         }
@@ -125,8 +125,9 @@ def new_sampler(
 
     Both belong to whoever adds them to a chain.
     """
-    if on_invalid not in layout.ON_INVALID:
-        raise ValueError(f"on_invalid must be one of {list(layout.ON_INVALID)}, got {on_invalid!r}")
+    check_choice("on_invalid", on_invalid, layout.ON_INVALID)
+    if cursor.on_end != "release" and not len(cursor.end_tokens):
+        raise ValueError(f"on_end={cursor.on_end!r} needs end tokens: without one no candidate could end a leaf")
     tables = _get_tables()
     alive = _Alive(cursor.clone())
     memory = np.zeros(1, layout.NATIVE)
@@ -193,14 +194,23 @@ def llama_sampler_init_token_trie(
             llama_cpp.llama_sampler_chain_add(chain, sampler)
 
     Raises:
-        ValueError: another ``mode``, ``on_invalid`` or ``on_end``.
+        ValueError: another ``mode``, ``on_invalid`` or ``on_end``; a stop token outside the vocabulary.
+        TypeError: a payload that is neither text nor a ``TokenTreePayload``.
         EngineError: the installed llama-cpp-python does not fit.
         PayloadError, EmptyTrieError, UnknownPathError, VocabMismatchError: under ``strict``.
 
     Cost: the payload's parsing and building; a step costs O(K), independent of the number of leaves.
     """
     keeps_options = as_mode(mode) == "sampled"
+    check_choice("on_invalid", on_invalid, layout.ON_INVALID)
+    check_choice("on_end", on_end, layout.ON_END)
     tokenizer = LlamaTokenizer.of_vocab(vocab)
+    stop_tokens = tuple(stop_tokens)
+    if any(token >= tokenizer.n_vocab for token in stop_tokens):
+        raise ValueError(f"stop_tokens must be ids below {tokenizer.n_vocab}, got {stop_tokens}")
+    eog_ids = () if on_end == "release" else tokenizer.eog_ids
+    if on_end != "release" and not (eog_ids or stop_tokens):
+        raise ValueError(f"on_end={on_end!r}: this vocabulary names no end-of-generation token; give stop_tokens")
     try:
         trie = TokenTrie.from_payload(trie_descriptor_json, path, vocab=tokenizer, strict=strict)
     except TrieSamplerError as error:
@@ -211,7 +221,7 @@ def llama_sampler_init_token_trie(
     cursor = TrieCursor(
         trie,
         on_end=on_end,
-        eog_ids=() if on_end == "release" else tokenizer.eog_ids,
+        eog_ids=eog_ids,
         stop_tokens=stop_tokens,
         max_span_tokens=max_span_tokens,
     )
