@@ -9,6 +9,9 @@ A step is ``llama_sampler_sample``: V logits are copied into the candidate array
 accepted. Before each timed step the chain is reset and walked, untimed, to a node inside a choice, the same for every
 contender, so that every timed step is constrained. Contenders are checked before they are timed: each pick against
 NumPy or against the texts, and a whole generation of each against the choices.
+
+"nothing" is a sampler that selects the first slot and looks at nothing: what is left is the host's own copy of the
+logits, the floor of any chain. Steps right behind a decode find the caches cold, as they do in a generation.
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ import argparse
 import ctypes
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
+import numba
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.machine import describe
 from benchmarks.speed import V, make_trie, numpy_pick, time_once
 from trie_sampler import TokenTrie, TrieCursor, llama_sampler_init_token_trie
+from trie_sampler.kernels import view_int64
 from trie_sampler.llama.sampler import new_sampler
 from trie_sampler.llama.vocab import LlamaTokenizer
 
@@ -96,15 +101,30 @@ def logits_row(llm: Any) -> npt.NDArray[np.float32]:
     return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, -1), shape=(llm.n_vocab(),)).copy()
 
 
+@cache
+def _table_of_nothing() -> tuple[Any, Any]:
+    """A ``llama_sampler_i`` whose apply selects the first slot, and its code; cached, for samplers point at both."""
+
+    def select_first(_sampler: int, array: int) -> None:
+        view_int64(array, 4)[2] = 0
+
+    table = llama_cpp.llama_sampler_i()
+    compiled = numba.cfunc("void(int64, int64)")(select_first)
+    table.apply = llama_cpp.llama_sampler_i_apply(compiled.address)
+    return table, compiled
+
+
 def make_chains(vocab: Any, trie: TokenTrie) -> dict[str, Chain]:
     """The contenders, by what is in the chain."""
     leaves = [{"name": name, "tokens": list(path)} for name, path in trie.leaves()]
     payload = json.dumps({"modelId": "benchmark", "descriptors": [{"path": "action", "leaves": leaves}]})
     grammar = "root ::= " + " | ".join(json.dumps(choice) for choice in CHOICES)
     greedy = llama_cpp.llama_sampler_init_greedy
+    nothing = llama_cpp.llama_sampler_init(ctypes.pointer(_table_of_nothing()[0]), None)
     new_trie = partial(llama_sampler_init_token_trie, vocab, payload, 0, strict=True)
     return {
         "greedy": Chain(greedy()),
+        "nothing": Chain(nothing),
         "trie, greedy": Chain(new_trie(), greedy()),
         'trie on_end="mass", greedy': Chain(new_trie(on_end="mass"), greedy()),
         'trie on_invalid="mask", greedy': Chain(new_trie(on_invalid="mask"), greedy()),
@@ -127,12 +147,52 @@ def check_picks(
             picked = chain.sample(llm)
             if name == "greedy":
                 good = picked == int(np.argmax(row))
+            elif name == "nothing":
+                good = picked == 0
             elif name.startswith("grammar") or ("mass" in name and trie.is_terminal(node)):
                 good = begins_a_choice(tokenizer, [*prefix, picked])
             else:
                 good = picked == ref
             if not good:
                 raise AssertionError(f"chain({name}) picked {picked} behind {prefix}, NumPy {ref}")
+
+
+def time_in_turns(
+    llm: Any, chains: dict[str, Chain], prefixes: Iterable[Ids], *, behind_decode: bool = False
+) -> dict[str, list[float]]:
+    """Microseconds of each step.
+
+    The chains take turns, so that a slow moment of the machine meets all, and each turn begins with another one, so
+    that each runs behind each.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in chains}
+    names = list(chains)
+    for prefix in prefixes:
+        names.append(names.pop(0))
+        for name in names:
+            chain = chains[name]
+            chain.place(prefix)
+            if behind_decode:
+                llm.reset()
+                llm.eval(llm.tokenize(PROMPT.encode()))
+            spent[name].append(time_once(partial(chain.sample, llm)))
+    return spent
+
+
+def compare(where: str, spent: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
+    """One row a chain: its median, and the median's ratio to greedy's, to the floor's and under the grammar's."""
+    medians = {name: float(np.median(times)) for name, times in spent.items()}
+    for name, median in medians.items():
+        row = {
+            "what": f"step of chain({name}), {where}",
+            "median_us": median,
+            "p99_us": float(np.percentile(spent[name], 99)),
+            "ratio_to_greedy": median / medians["greedy"],
+            "over_nothing_us": median - medians["nothing"],
+        }
+        if "grammar, greedy" in medians:
+            row["grammar_over_this"] = medians["grammar, greedy"] / median
+        yield row
 
 
 def measure_contenders(llm: Any, n_steps: int) -> Iterator[dict[str, Any]]:
@@ -154,23 +214,13 @@ def measure_contenders(llm: Any, n_steps: int) -> Iterator[dict[str, Any]]:
     # The root as often as all other nodes that go on.
     rng = np.random.default_rng(0)
     prefixes = [inner[rng.integers(len(inner))] if step % 2 else () for step in range(n_steps)]
-    spent: dict[str, list[float]] = {name: [] for name in chains}
-    # In turns, so that a slow moment meets all; the grammar apart, which leaves no cache warm.
-    turns = [[name for name in chains if name != "grammar, greedy"], ["grammar, greedy"]]
-    for names in turns:
-        for prefix in prefixes:
-            for name in names:
-                chains[name].place(prefix)
-                spent[name].append(time_once(partial(chains[name].sample, llm)))
-    medians = {name: float(np.median(times)) for name, times in spent.items()}
-    for name, median in medians.items():
-        yield {
-            "what": f"step of chain({name}), V {llm.n_vocab():,}, {len(CHOICES)} choices",
-            "median_us": median,
-            "p99_us": float(np.percentile(spent[name], 99)),
-            "ratio_to_greedy": median / medians["greedy"],
-            "grammar_over_this": medians["grammar, greedy"] / median,
-        }
+    quick = [name for name in chains if name != "grammar, greedy" and "mask" not in name]
+    slow = [name for name in chains if name not in quick]
+    spent = {name: time_in_turns(llm, {name: chains[name]}, prefixes)[name] for name in slow}
+    spent |= time_in_turns(llm, {name: chains[name] for name in quick}, prefixes)
+    yield from compare(f"V {llm.n_vocab():,}, {len(CHOICES)} choices", spent)
+    behind = time_in_turns(llm, {name: chains[name] for name in quick}, prefixes, behind_decode=True)
+    yield from compare("the same right behind a decode", behind)
     for chain in chains.values():
         chain.free()
 

@@ -9,6 +9,7 @@ llama_cpp is imported inside fixtures only: the core's tests run without it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import models
 
+# llama.cpp's threads spin while they wait, and starve each other on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
@@ -34,6 +38,7 @@ CORE_FILES = {
     "test_cursor",
     "test_jit",
     "test_kernels",
+    "test_native_kernels",
     "test_payload",
     "test_tokens",
     "test_trie",
@@ -130,7 +135,8 @@ def _load_tiny(path: Path) -> Iterator[Llama]:
     from llama_cpp import Llama
 
     # 0 is GGML_TYPE_F32: with the default float16 cache numbers differ by 1e-2 between batch shapes.
-    llama = Llama(str(path), n_ctx=256, type_k=0, type_v=0, verbose=False)
+    # One thread: two that wait for each other cost more than the work, far more on a busy machine.
+    llama = Llama(str(path), n_ctx=256, n_threads=1, n_threads_batch=1, type_k=0, type_v=0, verbose=False)
     yield llama
     llama.close()
 

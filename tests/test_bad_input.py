@@ -315,10 +315,16 @@ def test_prompt_and_choice_past_the_context(tiny_model_path: Path, n_ctx: int) -
         for n_more in (2, 3, depth + 1, 1000):
             with pytest.raises(EngineError, match="n_ctx="):
                 choose(llm, fits + [300] * n_more, ["redwood"], lead="")
-    # The host shortens max_tokens without a word; the result does not call that complete.
     constraint = TrieLogitsProcessor.from_choices(llm, ["redwood"], lead="")
-    llm.create_completion([1] + [300] * (n_ctx - 3), logits_processor=constraint, max_tokens=constraint.max_tokens)
-    assert (constraint.result.complete, constraint.result.name) == (False, None)
+    prompt = [1] + [300] * (n_ctx - 3)
+    if llm.n_ctx() == n_ctx:
+        # The host shortens max_tokens without a word; the result does not call that complete.
+        llm.create_completion(prompt, logits_processor=constraint, max_tokens=constraint.max_tokens)
+        assert (constraint.result.complete, constraint.result.name) == (False, None)
+    else:
+        # The host goes by the rounded size, and past the end of its own buffer.
+        with pytest.raises(EngineError, match=f"n_ctx={n_ctx}"):
+            llm.create_completion(prompt, logits_processor=constraint, max_tokens=constraint.max_tokens)
     llm.close()
 
 

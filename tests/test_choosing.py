@@ -299,7 +299,7 @@ def test_context_that_is_too_small(tiny_model_path: Path) -> None:
     llm = Llama(str(tiny_model_path), n_ctx=32, type_k=0, type_v=0, verbose=False)
     assert llm.n_ctx() >= 32
     depth = TokenTrie.from_choices(llm, ["redwood"], prompt=[1, 300], lead="").depth
-    fits = [1] + [300] * (llm.n_ctx() - depth - 1)
+    fits = [1] + [300] * (32 - depth - 1)
     assert choose(llm, fits, ["redwood"], lead="").name == "redwood"
     llm.reset()
     with decodes(llm) as sizes:

@@ -1327,7 +1327,7 @@ def test_wrong_arguments_are_told_before_the_payload(vocab: Any, settings: dict[
         llama_sampler_init_token_trie(vocab, payload_json({}), 0, **settings)
 
 
-@pytest.mark.parametrize("payload", [None, {}, 7, bytearray(THINK, "ascii")], ids=repr)
+@pytest.mark.parametrize("payload", [None, {}, 7, bytearray(THINK, "ascii")], ids=lambda p: type(p).__name__)
 def test_a_payload_of_another_type_is_refused(vocab: Any, payload: Any) -> None:
     try:
         made = init(vocab, payload)
@@ -1623,7 +1623,7 @@ def test_exit_with_live_chains_is_clean(tmp_path: Path, tiny_model_path: Path, k
 
 
 def probed_chain(leaves: Leaves, *between: Any) -> Any:
-    cursor = TrieCursor(TokenTrie.from_sequences(leaves))
+    cursor = TrieCursor(TokenTrie.from_sequences(leaves), on_end="release")
     sampler, probe = new_sampler(cursor, keeps_options=False, with_probe=True)
     return chain_of(probe, *between, sampler)
 

@@ -66,10 +66,12 @@ def choose(
     constraint = TrieLogitsProcessor.from_choices(llm, choices, mode=_METHODS[method], **settings)
     tokens = prompt_tokens(llm, prompt)
     needed = len(tokens) + constraint.bind(tokens).depth
-    if needed > llm.n_ctx():
+    # llama.cpp rounds the context up; the host's own buffer has what was asked for.
+    room = min(llm.n_ctx(), len(llm.input_ids))
+    if needed > room:
         raise EngineError(
             f"{len(tokens)} tokens of prompt and up to {needed - len(tokens)} of a choice do not fit "
-            f"the context of {llm.n_ctx()}; load the model with n_ctx={needed} or more"
+            f"the context of {room}; load the model with n_ctx={needed} or more"
         )
     n_picks = 0
     host = llm.generate(tokens, temp=0.0, logits_processor=constraint)

@@ -161,7 +161,7 @@ class TrieCursor:
         check_choice("on_fault", on_fault, ("warn", "raise"))
         if path is None and len(trie.paths) == 1:
             path = trie.paths[0]
-        ends = set(stop_tokens) if on_end == "release" else {*eog_ids, *stop_tokens}
+        ends = {operator.index(token) for token in (*(() if on_end == "release" else eog_ids), *stop_tokens)}
         if any(not 0 <= token <= np.iinfo(layout.TOKEN).max for token in ends):
             raise ValueError(f"end tokens must be ids >= 0, got {sorted(ends)}")
         self.trie = trie

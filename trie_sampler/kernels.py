@@ -897,6 +897,7 @@ def _overload_fetch_add(address, delta):
     return lambda address, delta: _fetch_add(address, delta)
 
 
+_MAX_TOKEN = np.iinfo(np.int32).max
 _REFERENCES_OFFSET = dict(NATIVE.fields or {})["references"][1]
 _NATIVE_SIZE = NATIVE.itemsize
 
@@ -1089,7 +1090,12 @@ def apply_to_candidates(address, array_address):
     n_ends = ends.shape[0] if at_leaf and not weighs_mass else 0
 
     if native["on_invalid"] != DROP:
-        n_valid, n_finite = _mask_candidates(ids, logits, size, token, start, stop, ends, n_ends, end_token, stop_logit)
+        if ordered:
+            n_valid, n_finite = _mask_ordered(logits, size, token, start, stop, ends, n_ends, end_token, stop_logit)
+        else:
+            n_valid, n_finite = _mask_scanned(
+                ids, logits, size, token, start, stop, ends, n_ends, end_token, stop_logit
+            )
         native["n_valid"] += n_finite
         if n_finite == 0:
             _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends, n_valid)
@@ -1199,7 +1205,41 @@ def _compact_scanned(ids, logits, size, token, start, stop, ends, n_ends):
 
 
 @jit
-def _mask_candidates(ids, logits, size, token, start, stop, ends, n_ends, end_token, stop_logit):
+def _mask_ordered(logits, size, token, start, stop, ends, n_ends, end_token, stop_logit):
+    """``_mask_scanned`` where slot t holds id t: the gaps between the options are filled. O(size)."""
+    n_valid, n_finite = 0, 0
+    position = 0
+    node = start
+    end = 0
+    stops = 1 if end_token != NO_TOKEN else 0
+    while node < stop or end < n_ends or stops > 0:
+        kept = _MAX_TOKEN
+        if node < stop:
+            kept = token[node]
+        if end < n_ends:
+            kept = min(kept, ends[end])
+        if stops > 0:
+            kept = min(kept, end_token)
+        if node < stop and token[node] == kept:
+            node += 1
+        if end < n_ends and ends[end] == kept:
+            end += 1
+        if stops > 0 and end_token == kept:
+            stops = 0
+            logits[3 * kept + 1] = stop_logit
+        logits[3 * position + 1 : 3 * kept : 3] = -np.inf
+        position = kept + 1
+        n_valid += 1
+        if logits[3 * kept + 1] > -np.inf:
+            n_finite += 1
+        else:
+            logits[3 * kept + 1] = -np.inf
+    logits[3 * position + 1 : 3 * size : 3] = -np.inf
+    return n_valid, n_finite
+
+
+@jit
+def _mask_scanned(ids, logits, size, token, start, stop, ends, n_ends, end_token, stop_logit):
     """Write -inf to every candidate that is no option; (options present, those with a finite logit).
 
     A stop whose end token was filtered away takes the slot of a foreign token.

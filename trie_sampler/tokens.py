@@ -246,7 +246,11 @@ def spell_choices(tokenizer: Tokenizer, choices: Choices, edge: Edge, lead: str,
         spellings = leads if not text[0].isspace() else ("",)
         clean = []
         for spelling in spellings:
-            tokens = _continue(tokenizer, edge, (spelling + text).encode())
+            spelled = (spelling + text).encode()
+            tokens = _continue(tokenizer, edge, spelled)
+            if tokens is not None and not known and tokenizer.detokenize(tokens) == b" " + spelled:
+                # At the start of a text this vocabulary always writes a space; in mid-text it need not.
+                tokens = _stand_alone(tokenizer, name, spelled)
             if tokens is not None:
                 clean.append(tokens)
         if not clean:

@@ -95,7 +95,7 @@ class TokenTrie:
 
         Cost: O(T) for T tokens in all.
         """
-        return cls._from_leaves([("", sequences)], tail)
+        return cls._from_leaves([("", list(sequences))], tail)
 
     @classmethod
     def from_ragged(
@@ -241,8 +241,13 @@ class TokenTrie:
             if empty:
                 warn(f"{where}: skipped {len(empty)} leaves without tokens: {_some(empty)}")
             root_offsets.append(len(leaf_of_path))
+        try:
+            ids_of_all = _token_array(tokens)
+        except VocabMismatchError:
+            _refuse_bad_ids(groups)
+            raise
         return cls._from_paths(
-            _token_array(tokens),
+            ids_of_all,
             np.array(offsets, OFFSET),
             np.array(root_offsets, OFFSET),
             np.array(leaf_of_path, LEAF),
@@ -546,6 +551,22 @@ def _token_array(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
         place = int(np.argmax(bad))
         raise VocabMismatchError(f"token id {ids[place]} (at {place} of all tokens) is no id: 0 .. 2^31-1")
     return ids.astype(TOKEN)
+
+
+def _is_id(token: object) -> bool:
+    return isinstance(token, (int, np.integer)) and 0 <= int(token) <= np.iinfo(TOKEN).max
+
+
+def _refuse_bad_ids(groups: Sequence[tuple[str, Iterable[TokenSequence | tuple[str, Sequence[int]]]]]) -> None:
+    """Name the first leaf with an id that is none."""
+    for _, leaves in groups:
+        for leaf in leaves:
+            name, ids = (leaf.name, leaf.tokens) if isinstance(leaf, TokenSequence) else leaf
+            for place, token in enumerate(ids):
+                if not _is_id(token):
+                    raise VocabMismatchError(
+                        f"leaf {name!r}: token id {token!r} at index {place} is no id: 0 .. 2^31-1"
+                    )
 
 
 def _unknown_path(path: str, known: Sequence[str]) -> str:

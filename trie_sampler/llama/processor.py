@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import Llama, LogitsProcessorList, StoppingCriteriaList
@@ -14,12 +15,14 @@ from llama_cpp import Llama, LogitsProcessorList, StoppingCriteriaList
 from trie_sampler.binding import Binding
 from trie_sampler.choice import Choice
 from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode
-from trie_sampler.errors import TrieSamplerError, UnknownPathError, warn
+from trie_sampler.errors import EngineError, TrieSamplerError, UnknownPathError, warn
 from trie_sampler.layout import NO_TOKEN
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens
 from trie_sampler.payload import TokenTreePayload
 from trie_sampler.tokens import ChoicesLike
 from trie_sampler.trie import TokenTrie
+
+_TWO_STREAMS = "two streams are open at once on this Llama; the older one cannot go on"
 
 
 @dataclass
@@ -299,7 +302,33 @@ class TrieLogitsProcessor(LogitsProcessorList):
             if self._path is not None:
                 before.activate(self._path)
         generation.cursor = self._cursor
+        if sampler is not None and hasattr(sampler, "sample"):
+            self._guard(sampler, generation)
         return generation
+
+    def _guard(self, sampler: Any, generation: _Generation) -> None:
+        """Watch the host's sampler object from its second token on, where plain Python calls it.
+
+        There an error can end the host's loop at once, and a call that llama.cpp would end the process
+        for can be refused: an older stream that goes on asks this newer sampler for a row that is gone.
+        """
+        if llama_cpp.llama_perf_sampler(sampler.sampler).n_sample:
+            raise TrieSamplerError(
+                "the host has sampled before it called the constraint: a processor in front of it failed"
+            )
+        sample = type(sampler).sample
+
+        def guarded(context: Any, idx: int = -1) -> int:
+            # Only with drafts does the host ask for another row than the last.
+            if idx != -1 and self._llm.draft_model is None:
+                raise TrieSamplerError(_TWO_STREAMS)
+            token = int(sample(generation.sampler(), context, idx))
+            if generation.error is not None:
+                self.release_host()
+                self._raise_error(generation.error)
+            return token
+
+        sampler.sample = guarded
 
     def _step(
         self,
@@ -312,7 +341,13 @@ class TrieLogitsProcessor(LogitsProcessorList):
             raise TrieSamplerError("the constraint was called again while it was being bound")
         if steps:
             # With a draft model more ids follow than were sampled: only the position counts.
-            evaluated = int(input_ids[generation.n_prompt + len(steps) - 1])
+            place = generation.n_prompt + len(steps) - 1
+            room = len(self._llm.input_ids)
+            if place >= room:
+                raise EngineError(f"prompt and choice do not fit n_ctx={room}; load the model with a larger one")
+            if place >= len(input_ids):
+                raise TrieSamplerError(_TWO_STREAMS)
+            evaluated = int(input_ids[place])
             if evaluated != steps[-1].token:
                 raise TrieSamplerError(
                     f"the host evaluated token {evaluated} where {steps[-1].token} was picked: two "

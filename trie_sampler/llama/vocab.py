@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import llama_cpp
 from llama_cpp import Llama, llama_chat_format
 
-from trie_sampler.errors import EngineError, TrieSamplerError
+from trie_sampler.errors import EngineError, TrieSamplerError, VocabMismatchError
 from trie_sampler.tokens import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -130,6 +130,7 @@ def prompt_tokens(llm: Llama | Tokenizer, prompt: Any) -> list[int]:
 
     Raises:
         TrieSamplerError: an empty prompt on a model without BOS: nothing to evaluate.
+        VocabMismatchError: an id outside the vocabulary, which llama.cpp would end the process for.
         TypeError: another kind of prompt.
     """
     if isinstance(prompt, str):
@@ -143,6 +144,10 @@ def prompt_tokens(llm: Llama | Tokenizer, prompt: Any) -> list[int]:
             ids = _text_tokens(llm, heard) if isinstance(heard, str) else list(heard)
         else:
             ids = [operator.index(token) for token in parts]
+    n_vocab = as_tokenizer(llm).n_vocab
+    for place, token in enumerate(ids):
+        if not 0 <= token < n_vocab:
+            raise VocabMismatchError(f"the prompt's token {token} at index {place} is no id: V is {n_vocab}")
     if not ids:
         raise TrieSamplerError("the prompt is empty, and this model has no BOS token to start from")
     return ids
