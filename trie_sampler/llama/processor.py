@@ -342,10 +342,10 @@ class TrieLogitsProcessor(LogitsProcessorList):
         if steps:
             # With a draft model more ids follow than were sampled: only the position counts.
             place = generation.n_prompt + len(steps) - 1
-            room = len(self._llm.input_ids)
-            if place >= room:
-                raise EngineError(f"prompt and choice do not fit n_ctx={room}; load the model with a larger one")
             if place >= len(input_ids):
+                room = len(self._llm.input_ids)
+                if place >= room:
+                    raise EngineError(f"prompt and choice do not fit n_ctx={room}; load the model with a larger one")
                 raise TrieSamplerError(_TWO_STREAMS)
             evaluated = int(input_ids[place])
             if evaluated != steps[-1].token:
