@@ -83,8 +83,11 @@ def sampled(llm: Llama) -> TrieLogitsProcessor:
     return TrieLogitsProcessor.from_choices(llm, ACTIONS, mode="sampled", temperature=1.0, seed=1)
 
 
-def test_greedy_picks_are_the_oracles_for_every_request(llm: Llama, greedy: TrieLogitsProcessor) -> None:
-    for request in ALL_REQUESTS:
+@pytest.mark.parametrize(
+    "requests", [ALL_REQUESTS[::5], pytest.param(ALL_REQUESTS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_greedy_picks_are_the_oracles(llm: Llama, greedy: TrieLogitsProcessor, requests: tuple[str, ...]) -> None:
+    for request in requests:
         check_greedy(llm, request, greedy)
 
 
