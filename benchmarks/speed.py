@@ -143,6 +143,7 @@ class _StandIn:
         self._sampler = _Marker()
 
     spelled: dict[tuple[int, ...], bytes]
+    input_ids: npt.NDArray[np.intc]
 
 
 class _Marker:
@@ -172,6 +173,7 @@ def measure_processor(n_calls: int) -> Iterator[dict[str, Any]]:
     row[onward] = 100
     before = row.copy()
     prompt = np.full(100, onward, np.intc)
+    host.input_ids = prompt
 
     def walk() -> list[float]:
         host.start_generation()

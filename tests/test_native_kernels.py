@@ -60,13 +60,18 @@ _WORD_OF_1 = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 _WORD_OF_2 = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
+# The compiled code lives as long as these.
+_compiled: list[Any] = []
+
+
 @functools.cache
 def entry(name: str) -> Callable[..., Any]:
     """A callback of ``kernels`` as the host calls it: its C entry point, or itself where nothing is compiled."""
     function = getattr(kernels, name)
     if numba.config.DISABLE_JIT:
         return function
-    return c_callback(_SIGNATURES[name.split("_")[1]], function).ctypes
+    _compiled.append(c_callback(_SIGNATURES[name.split("_")[1]], function))
+    return _compiled[-1].ctypes
 
 
 def address_of(function: Any) -> int:
@@ -218,7 +223,9 @@ _SELECTED = 77
 class Candidates:
     """A ``llama_token_data_array``, with records behind it that nobody may touch."""
 
-    def __init__(self, ids: Sequence[int] | np.ndarray, logits: Sequence[float] | np.ndarray, *, is_sorted: bool):
+    def __init__(
+        self, ids: Sequence[int] | np.ndarray, logits: Sequence[float] | np.ndarray, *, is_sorted: bool
+    ) -> None:
         self.n = len(ids)
         self.memory = np.full(self.n + _N_GUARDS, _GUARD, _RECORD)
         self.memory["id"][: self.n] = ids
@@ -226,7 +233,9 @@ class Candidates:
         self.array = np.array([self.memory.ctypes.data, self.n, _SELECTED, _PADDING + is_sorted], np.int64)
 
     @classmethod
-    def of_row(cls, row: Sequence[float] | np.ndarray, ids: Sequence[int] | None = None, *, is_sorted: bool = True):
+    def of_row(
+        cls, row: Sequence[float] | np.ndarray, ids: Sequence[int] | None = None, *, is_sorted: bool = True
+    ) -> Candidates:
         """Slot t holds id t, or the given ids in their order."""
         row = np.asarray(row, np.float32)
         ids = list(range(len(row))) if ids is None else ids
@@ -466,6 +475,7 @@ BELOW = [-INF, -INF, -INF, -INF, 2.0, -INF, 2.0, 1.5, *[-INF] * 4]
 #    row                          on_end     prefix   ref
 TIES = [
     (ZEROS,                       "mass",    [],      3),
+    (ZEROS,                       "mass",    [9],     1),
     (ZEROS,                       "eog",     [9],     1),
     (ZEROS,                       "release", [9],     1),
     ([-1.0, -1.0, *[0.0] * 10],   "eog",     [9],     4),
@@ -544,6 +554,56 @@ def test_an_empty_array_is_untouched(prefix: list[int], on_invalid: str) -> None
         before = candidates.bytes()
         assert sampler.apply(candidates).bytes() == before
         assert (sampler.counters, sampler.record["trouble"]) == ([0, 0, 0], layout.OK)
+
+
+#    prefix     on_end    logits that are not 0                   left: token -> logit
+ODD_LOGITS = [
+    # NaN is -inf.
+    ([],       "mass",   {3: NAN},                               {3: -INF, 9: 0.0}),
+    ([9],      "eog",    {6: NAN, 8: -INF, 1: 5.0},              {1: 5.0, 4: 0.0, 6: -INF, 8: -INF}),
+    ([9],      "mass",   {6: NAN, 0: NAN, 8: 1.0},               {4: 0.0, 6: -INF, 8: math.log(math.e + 8)}),
+    # One infinite token is all the mass, two are no more.
+    ([9],      "mass",   {0: INF, 6: 2.0},                       {1: INF, 4: 0.0, 6: 2.0}),
+    ([9],      "mass",   {0: INF, 8: INF, 6: INF},               {4: 0.0, 6: INF, 8: INF}),
+    ([9],      "eog",    {8: INF},                               {1: 0.0, 4: 0.0, 6: 0.0, 8: INF}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ids", [list(range(12)), list(range(11, -1, -1))])
+@pytest.mark.parametrize("on_invalid", [DROP, MASK])
+@pytest.mark.parametrize(("prefix", "on_end", "logits", "ref"), ODD_LOGITS)
+def test_faulty_and_infinite_logits(
+    prefix: list[int], on_end: str, logits: dict[int, float], ref: dict[int, float], on_invalid: str, ids: list[int]
+) -> None:
+    row = np.zeros(12, np.float32)
+    row[list(logits)] = list(logits.values())
+    with sampler_of(prefix=prefix, on_end=on_end, on_invalid=on_invalid, keeps_options=1) as sampler:
+        comp = sampler.apply(Candidates.of_row(row, ids))
+        left = dict(zip(comp.ids, comp.logits, strict=True))
+        assert [left.pop(token) for token in ref] == approx(list(ref.values()))
+        assert list(left.values()) == ([-INF] * (12 - len(ref)) if on_invalid == MASK else [])
+        assert sampler.record["trouble"] == layout.OK
+
+
+@pytest.mark.parametrize("ids", [list(range(12)), list(range(11, -1, -1)), [6, 3, 4], [6, 4]])
+@pytest.mark.parametrize("on_invalid", [DROP, MASK])
+def test_without_foreign_mass_there_is_no_stop(ids: list[int], on_invalid: str) -> None:
+    row = np.full(12, -INF, np.float32)
+    row[[4, 6]] = 1.0, 2.0
+    with sampler_of(prefix=[9], on_invalid=on_invalid, keeps_options=1) as sampler:
+        comp = sampler.apply(Candidates.of_row(row, ids))
+        kept = ids if on_invalid == MASK else [token for token in ids if token in (4, 6)]
+        assert (comp.ids, comp.logits) == (kept, row[kept].tolist())
+        assert (float(sampler.record["stop_logit"]), sampler.counters[2]) == (-INF, 2)
+
+
+@pytest.mark.parametrize("ids", [list(range(12)), list(range(11, -1, -1))])
+@pytest.mark.parametrize("ends", [[4, 8], [0, 4, 6], [6]])
+def test_an_end_token_that_is_a_child_too_is_one_option(ids: list[int], ends: list[int]) -> None:
+    row = np.arange(12, dtype=np.float32)
+    with sampler_of(prefix=[9], on_end="eog", ends=ends, keeps_options=1) as sampler:
+        comp = sampler.apply(Candidates.of_row(row, ids))
+        assert (sorted(comp.ids), comp.logits) == (sorted({4, 6, *ends}), comp.ids)
 
 
 # At [] the options are 3 and 9, at [9] 4 and 6, and the end tokens 1 and 8 under "eog"; ended, the end tokens.
@@ -696,7 +756,9 @@ def test_the_limit_of_a_span_is_a_trouble() -> None:
         sampler.record["max_span_tokens"] = 2
         sampler.accept(9, 6)
         assert (sampler.place[2], sampler.record["trouble"]) == (layout.FINISHED, layout.SPAN_LIMIT)
-        assert sampler.apply(Candidates.of_row(ZEROS)).ids == [1]
+        # The way out is an end token, although no leaf ends here.
+        comp = sampler.apply(Candidates.of_row(np.arange(12)))
+        assert (comp.ids, comp.logits) == ([8], [8.0])
 
 
 def test_born_released_it_is_armed_by_hand_and_reset_to_its_birth() -> None:
@@ -816,6 +878,20 @@ def test_a_clone_stands_at_the_same_place_and_walks_apart() -> None:
         kernels.release_record(sampler.address)
 
 
+def test_a_copy_is_born_with_one_owner_and_without_a_past() -> None:
+    with sampler_of() as sampler:
+        kernels.fetch_reference(sampler.address)
+        record = sampler.record
+        record["is_freed"], record["trouble"], record["twin_address"] = 1, layout.OFF_TRIE, 99
+        address = kernels.copy_record(sampler.address)
+        copy = sampler.host.live[address].view(layout.NATIVE)[0]
+        names = ("references", "is_freed", "trouble", "twin_address")
+        assert [int(copy[name]) for name in names] == [1, 0, layout.OK, 0]
+        assert [int(record[name]) for name in names] == [2, 1, layout.OFF_TRIE, 99]
+        kernels.release_record(address)
+        kernels.release_record(sampler.address)
+
+
 def test_without_memory_there_is_no_copy() -> None:
     with sampler_of() as sampler:
         before = sampler.record.tobytes()
@@ -851,7 +927,8 @@ FAULTY = [NAN if i in (3, 9) else 0.0 for i in range(12)]
 PROBES = [
     ([],       "mass",     FALLING,   range(12),                   3),
     ([],       "mass",     FOREIGN,   range(12),                   3),
-    ([],       "mass",     FAULTY,    range(12),                   3),
+    # Logits that say nothing are no pick: the lowest valid id is put back, and reported as that fault.
+    ([],       "mass",     FAULTY,    range(12),                   layout.NO_TOKEN),
     ([9],      "mass",     FOREIGN,   range(12),                   1),
     ([9],      "mass",     TIE_AT_8,  range(12),                   8),
     ([9],      "mass",     BELOW,     range(12),                   4),
@@ -867,9 +944,12 @@ PROBES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("keeps_options", [0, 1])
 @pytest.mark.parametrize(("prefix", "on_end", "row", "ids", "ref"), PROBES)
-def test_a_probe_only_looks(prefix: list[int], on_end: str, row: list[float], ids: Sequence[int], ref: int) -> None:
-    with new_pair(prefix, on_end=on_end, probed=5) as (sampler, probe):
+def test_a_probe_only_looks(
+    prefix: list[int], on_end: str, row: list[float], ids: Sequence[int], ref: int, keeps_options: int
+) -> None:
+    with new_pair(prefix, on_end=on_end, keeps_options=keeps_options, probed=5) as (sampler, probe):
         candidates = Candidates.of_row(row, list(ids))
         before = candidates.bytes()
         assert probe.apply(candidates).bytes() == before

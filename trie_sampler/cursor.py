@@ -7,7 +7,7 @@ import operator
 import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,8 +76,7 @@ class Sampling:
                 raise ValueError(f"{rule}, got {getattr(self, rule.split()[0])!r}")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One pick of ``TrieCursor.constrain``: token, nats, and whether there was no other."""
 
     token: int

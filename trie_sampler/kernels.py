@@ -1014,7 +1014,7 @@ def probe_apply(sampler_address, array_address):
     if native["state"] != RELEASED and size >= native["min_width"] and is_ordered(address, fields[0], size):
         row = view_float32(fields[0], 3 * size)[1::3]
         picked = pick_token(address, row)
-        native["probed"] = native["picked"] if picked == TROUBLE else picked
+        native["probed"] = NO_TOKEN if picked == TROUBLE else picked
     if native["keeps_options"] == _KEEPS_AT_BOTH_ENDS:
         apply_to_candidates(address, array_address)
 

@@ -73,7 +73,7 @@ def native_sampling(
     max_span_tokens: int = 500,
     strict: bool = False,
 ) -> Iterator[NativeSampling]:
-    """Constrain every completion of a ``Llama`` within the block, by the native sampler.
+    """Constrain what ``create_completion``, ``create_chat_completion`` and ``generate`` give within the block.
 
     The sampler goes into the chain that the host builds, after its custom samplers (``logit_bias``,
     logits processors) and before its penalties. A completion is bound when it is called: a stream
@@ -94,9 +94,9 @@ def native_sampling(
         ``NativeSampling``: ``max_tokens`` for the host, ``handle`` on the latest sampler.
 
     Raises:
-        EngineError: the installed ``Llama`` builds its chain otherwise; or, from a completion inside
-            the block, a call with a grammar (llama.cpp kills the process where a trie and a grammar
-            disagree) or from another thread.
+        EngineError: the installed ``Llama`` builds its chain otherwise, or is in such a block already;
+            or, from a completion inside the block, a call with a grammar (llama.cpp kills the process
+            where a trie and a grammar disagree), from another thread, or of an older stream.
         EmptyTrieError, VocabMismatchError, UnknownPathError, ValueError, TypeError: as elsewhere.
 
     Example:
@@ -104,6 +104,8 @@ def native_sampling(
         ...     llm.create_completion("Is fire hot? Answer:", max_tokens=native.max_tokens)
     """
     require_engine(llm)
+    if getattr(llm.generate, "is_native_sampling", False):
+        raise EngineError("this Llama is inside a native_sampling block already; leave that one first")
     missing = [name for name in (*_HOOKED, "_init_sampler") if not callable(getattr(llm, name, None))]
     if missing:
         raise EngineError(f"llama-cpp-python {llama_cpp.__version__}: Llama has no {', '.join(missing)}")
@@ -136,6 +138,7 @@ def native_sampling(
         refuse_other_threads()
         return _run_with(llm, original_completion(*arguments, **keywords), "generate", generate)
 
+    generate.is_native_sampling = True  # type: ignore[attr-defined]
     with _replaced(llm, "generate", generate), _replaced(llm, "_create_completion", create_completion):
         yield native
 
@@ -160,8 +163,13 @@ def _run_with(llm: Llama, host: Any, name: str, function: Any) -> Generator[Any,
     try:
         with _replaced(llm, name, function):
             value = next(host)
+        mine = llm._sampler
         while True:
-            value = host.send((yield value))
+            sent = yield value
+            # The host would go on with the sampler of whoever has generated since.
+            if llm._sampler is not mine:
+                raise EngineError("two streams are open at once on this Llama; the older one cannot go on")
+            value = host.send(sent)
     except StopIteration as stop:
         return stop.value
     finally:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NoReturn
 
 import llama_cpp
@@ -22,19 +25,37 @@ from trie_sampler.payload import TokenTreePayload
 from trie_sampler.tokens import ChoicesLike
 from trie_sampler.trie import TokenTrie
 
+_ANOTHER_LLAMA = "this constraint was made for another Llama; make one for each"
 _TWO_STREAMS = "two streams are open at once on this Llama; the older one cannot go on"
 
 
-@dataclass
+_N_OPEN_STREAMS = 16
+"""Older generations of a constraint that are still watched."""
+
+
+@dataclass(eq=False)
 class _Generation:
     """One run of the host's token loop, known by the sampler object that it made for itself."""
 
     sampler: Callable[[], Any]
     n_prompt: int
+    host: Llama
+    loop: FrameType | None
     cursor: TrieCursor | None = None
     steps: list[Step] = field(default_factory=list)
     valid_mass: float | None = None
+    beside_grammar: bool = False
     error: BaseException | None = None
+
+    def goes_on_with(self, input_ids: npt.NDArray[np.intc]) -> bool:
+        """Whether a caller without a token loop, who makes a sampler per token, has come one token further."""
+        picks = [step.token for step in self.steps]
+        return (
+            self.loop is None
+            and len(picks) > 0
+            and len(input_ids) == self.n_prompt + len(picks)
+            and input_ids[self.n_prompt :].tolist() == picks
+        )
 
     def final_cursor(self) -> TrieCursor | None:
         """The cursor after the last pick, which the host has not handed back; None without one."""
@@ -43,6 +64,41 @@ class _Generation:
         final = self.cursor.clone()
         final.accept(self.steps[-1].token)
         return final
+
+
+def _host_loop() -> FrameType | None:
+    """The frame of ``Llama.generate`` that is asking, ``None`` under another driver.
+
+    A sampler's callback is not told who samples; the frame is what sets an older stream apart from a
+    newer one, and one ``Llama`` from another.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not Llama.generate.__code__:
+        frame = frame.f_back
+    return frame
+
+
+_generations: weakref.WeakKeyDictionary[Llama, weakref.WeakSet[_Generation]] = weakref.WeakKeyDictionary()
+
+
+def _watch(llm: Llama, generation: _Generation) -> None:
+    """Refuse a stream that goes on after a newer generation of its ``Llama`` has begun, constrained or not.
+
+    The host would sample for it with the newer one's sampler: from another set, or from all tokens.
+    """
+    watched = _generations.setdefault(llm, weakref.WeakSet())
+    watched.add(generation)
+    if "sample" in vars(llm):
+        return
+
+    def sample(*arguments: Any, **keywords: Any) -> Any:
+        caller = sys._getframe(1)
+        for older in watched:
+            if older.loop is caller and older.sampler() is not llm._sampler:
+                raise TrieSamplerError(_TWO_STREAMS)
+        return type(llm).sample(llm, *arguments, **keywords)
+
+    vars(llm)["sample"] = sample
 
 
 class TrieLogitsProcessor(LogitsProcessorList):
@@ -109,8 +165,9 @@ class TrieLogitsProcessor(LogitsProcessorList):
         cursor = TrieCursor(trie, path=path, **self._settings)
         self._cursor = cursor if binding.trie is not None else None
         self._generation: _Generation | None = None
-        # The function that stands in for llm.detokenize after an error, and what it stands in for.
-        self._hook: tuple[Any, Any] | None = None
+        self._older: deque[_Generation] = deque(maxlen=_N_OPEN_STREAMS)
+        # Whose detokenize stands in after an error, by which function, and what for.
+        self._hook: tuple[Llama, Any, Any] | None = None
 
     @classmethod
     def from_choices(
@@ -194,7 +251,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
             )
         if generation.error is not None:
             self._raise_error(generation.error)
-        if generation.sampler() is not self._llm._sampler:
+        if generation.loop is not None and generation.sampler() is not self._llm._sampler:
             warn("this Llama has generated since without this constraint; the result is the earlier one's")
         final = generation.final_cursor()
         if final is None:
@@ -262,6 +319,10 @@ class TrieLogitsProcessor(LogitsProcessorList):
         """By identity: two constraints are never the same list."""
         return self is other
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Not copied, not pickled: a constraint belongs to the ``Llama`` it was made for."""
+        raise TypeError("a constraint belongs to its Llama; make another with from_choices or from_payload")
+
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
 
@@ -275,7 +336,11 @@ class TrieLogitsProcessor(LogitsProcessorList):
     def _constrain(self, input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]) -> npt.NDArray[np.single]:
         try:
             generation = self._generation
-            if generation is None or generation.sampler() is not self._llm._sampler:
+            if (
+                generation is None
+                or generation.sampler() is not self._llm._sampler
+                or getattr(self._llm, "input_ids", None) is not input_ids.base
+            ):
                 generation = self._begin_generation(input_ids)
             if generation.error is None:
                 self._step(generation, input_ids, scores)
@@ -288,9 +353,25 @@ class TrieLogitsProcessor(LogitsProcessorList):
 
     def _begin_generation(self, input_ids: npt.NDArray[np.intc]) -> _Generation:
         """The host makes a new sampler for each generation; ours starts at the root."""
-        sampler: Any = self._llm._sampler
+        loop = _host_loop()
+        caller = {} if loop is None else loop.f_locals
+        host = caller.get("self", self._llm)
+        sampler: Any = host._sampler
         alive = (lambda: None) if sampler is None else weakref.ref(sampler)
-        self._generation = generation = _Generation(alive, len(input_ids))
+        before_this = self._generation
+        if loop is None and before_this is not None and before_this.goes_on_with(input_ids):
+            before_this.sampler = alive
+            return before_this
+        if before_this is not None:
+            self._older.append(before_this)
+        self._generation = generation = _Generation(alive, len(input_ids), host, loop)
+        if host is not self._llm:
+            raise TrieSamplerError(_ANOTHER_LLAMA)
+        if caller.get("grammar") is not None:
+            generation.beside_grammar = True
+            raise TrieSamplerError(
+                "a grammar beside the constraint is refused: llama.cpp ends the process where the two disagree"
+            )
         trie = self._binding.trie_behind(input_ids.tolist())
         before = self._cursor
         if before is None or before.trie is not trie:
@@ -302,15 +383,16 @@ class TrieLogitsProcessor(LogitsProcessorList):
             if self._path is not None:
                 before.activate(self._path)
         generation.cursor = self._cursor
-        if sampler is not None and hasattr(sampler, "sample"):
+        if loop is not None:
             self._guard(sampler, generation)
+            _watch(host, generation)
         return generation
 
     def _guard(self, sampler: Any, generation: _Generation) -> None:
         """Watch the host's sampler object from its second token on, where plain Python calls it.
 
-        There an error can end the host's loop at once, and a call that llama.cpp would end the process
-        for can be refused: an older stream that goes on asks this newer sampler for a row that is gone.
+        There an error can end the host's loop at once, and a row that is gone can be refused, for which
+        llama.cpp would end the process: an older stream has evaluated a token since.
         """
         if llama_cpp.llama_perf_sampler(sampler.sampler).n_sample:
             raise TrieSamplerError(
@@ -320,7 +402,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
 
         def guarded(context: Any, idx: int = -1) -> int:
             # Only with drafts does the host ask for another row than the last.
-            if idx != -1 and self._llm.draft_model is None:
+            if idx != -1 and generation.host.draft_model is None:
                 raise TrieSamplerError(_TWO_STREAMS)
             token = int(sample(generation.sampler(), context, idx))
             if generation.error is not None:
@@ -375,43 +457,50 @@ class TrieLogitsProcessor(LogitsProcessorList):
 
     def _trap(self, error: BaseException, scores: npt.NDArray[np.single]) -> None:
         """Keep the error, let only an end token through, and make the host's call end in it."""
-        if self._generation is not None:
-            self._generation.error = error
-            self._raise_from_detokenize(self._generation)
+        generation = self._generation
+        if generation is not None:
+            generation.error = error
+            self._raise_from_detokenize(generation)
+        if generation is not None and generation.beside_grammar:
+            return  # an end token that the grammar does not allow would end the process
         self._leave_end_token(scores)
 
     def _leave_end_token(self, scores: npt.NDArray[np.single]) -> None:
+        ends = self._eog_ids if self._generation is None else as_tokenizer(self._generation.host).eog_ids
         scores[:] = -np.inf
-        scores[self._eog_ids[0]] = 0.0
+        scores[ends[0]] = 0.0
 
     def _raise_from_detokenize(self, generation: _Generation) -> None:
         """End the running call in our exception: the next thing it does is to detokenize.
 
         A one-shot function on the instance; a later generation's call finds it harmless.
         """
+        host = generation.host
 
         def raise_once(*arguments: Any, **keywords: Any) -> Any:
             self.release_host()
-            if generation.error is not None and generation.sampler() is self._llm._sampler:
+            if generation.error is not None and generation.sampler() is host._sampler:
                 self._raise_error(generation.error)
-            return self._llm.detokenize(*arguments, **keywords)
+            return host.detokenize(*arguments, **keywords)
 
         self.release_host()
-        self._hook = raise_once, vars(self._llm).get("detokenize")
-        vars(self._llm)["detokenize"] = raise_once
+        self._hook = host, raise_once, vars(host).get("detokenize")
+        vars(host)["detokenize"] = raise_once
 
     def release_host(self) -> None:
         """Take back what makes the host's call end in our exception; for callers that ask ``result``."""
-        attributes = vars(self._llm)
-        if self._hook is None or attributes.get("detokenize") is not self._hook[0]:
+        if self._hook is None:
             return
-        if self._hook[1] is None:
-            del attributes["detokenize"]
-        else:
-            attributes["detokenize"] = self._hook[1]
+        host, ours, previous = self._hook
         self._hook = None
+        if vars(host).get("detokenize") is not ours:
+            return
+        if previous is None:
+            del vars(host)["detokenize"]
+        else:
+            vars(host)["detokenize"] = previous
 
     def _raise_error(self, error: BaseException) -> NoReturn:
-        if isinstance(error, TrieSamplerError) or not isinstance(error, Exception):
+        if isinstance(error, (TrieSamplerError, Warning)) or not isinstance(error, Exception):
             raise error
         raise TrieSamplerError(f"the constraint failed while sampling: {error!r}") from error

@@ -54,6 +54,9 @@ class _Tables:
             for slot in slots
         }
         self._compiled = compiled
+        # Finalizers call these at any moment, also while LLVM loads another kernel, which must not be entered twice.
+        for function in (kernels.fetch_reference, kernels.release_record):
+            function.compile("void(int64)")
         self.trie = self._fill({slot: f"native_{slot}" for slot in _SIGNATURES})
         # A probe only looks: its record is stepped and reset by the trie sampler it belongs to.
         self.probe = self._fill(
