@@ -109,6 +109,18 @@ def test_a_grammar_beside_the_constraint(tiny: Llama, constraint, gbnf: str, tem
     assert constraint.result.name in CHOICES
 
 
+def test_a_grammar_beside_the_constraint_in_the_hosts_own_loop(tiny: Llama, constraint) -> None:
+    """``generate`` never detokenizes: the error comes where it asks for the second token."""
+    from llama_cpp import LlamaGrammar
+
+    from trie_sampler import TrieSamplerError
+
+    grammar = LlamaGrammar.from_string('root ::= "424242"', verbose=False)
+    with pytest.raises(TrieSamplerError, match="grammar"):
+        list(tiny.generate(tiny.tokenize(PROMPT.encode()), temp=0.0, logits_processor=constraint, grammar=grammar))
+    constraint.release_host()
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_constraint_is_not_copied(constraint, copied) -> None:
     with pytest.raises(TypeError, match="belongs to its Llama"):

@@ -365,6 +365,9 @@ class TrieLogitsProcessor(LogitsProcessorList):
         if before_this is not None:
             self._older.append(before_this)
         self._generation = generation = _Generation(alive, len(input_ids), host, loop)
+        if loop is not None:
+            self._guard(sampler, generation)
+            _watch(host, generation)
         if host is not self._llm:
             raise TrieSamplerError(_ANOTHER_LLAMA)
         if caller.get("grammar") is not None:
@@ -383,9 +386,6 @@ class TrieLogitsProcessor(LogitsProcessorList):
             if self._path is not None:
                 before.activate(self._path)
         generation.cursor = self._cursor
-        if loop is not None:
-            self._guard(sampler, generation)
-            _watch(host, generation)
         return generation
 
     def _guard(self, sampler: Any, generation: _Generation) -> None:
@@ -461,12 +461,13 @@ class TrieLogitsProcessor(LogitsProcessorList):
         if generation is not None:
             generation.error = error
             self._raise_from_detokenize(generation)
-        if generation is not None and generation.beside_grammar:
-            return  # an end token that the grammar does not allow would end the process
         self._leave_end_token(scores)
 
     def _leave_end_token(self, scores: npt.NDArray[np.single]) -> None:
-        ends = self._eog_ids if self._generation is None else as_tokenizer(self._generation.host).eog_ids
+        generation = self._generation
+        if generation is not None and generation.beside_grammar:
+            return  # an end token that the grammar does not allow would end the process
+        ends = self._eog_ids if generation is None else as_tokenizer(generation.host).eog_ids
         scores[:] = -np.inf
         scores[ends[0]] = 0.0
 
