@@ -1,12 +1,15 @@
-"""What a result was measured on: machine model, versions, commit, and nothing else."""
+"""What a result was measured on (machine model, versions, commit, and nothing else), and how it is printed."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = ("llama-cpp-python", "numba", "numpy", "pydantic")
 
@@ -22,6 +25,18 @@ def describe() -> dict[str, str]:
     for package in _PACKAGES:
         facts[package] = importlib.metadata.version(package)
     return facts
+
+
+def report(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
+    """Print what was measured on, and each row's figures behind its ``what``: a line each, or one JSON document."""
+    if as_json:
+        print(json.dumps({"machine": describe(), "rows": rows}, indent=2))
+        return
+    for name, value in describe().items():
+        print(f"# {name}: {value}")
+    for row in rows:
+        figures = ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key != "what")
+        print(f"{row['what']}: {figures}")
 
 
 def _processor() -> str:

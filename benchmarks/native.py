@@ -29,7 +29,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.machine import describe
+from benchmarks.machine import report
 from benchmarks.speed import V, make_trie, numpy_pick, time_once
 from trie_sampler import TokenTrie, TrieCursor, llama_sampler_init_token_trie
 from trie_sampler.kernels import view_int64
@@ -304,14 +304,7 @@ def main() -> None:
     llm = llama_cpp.Llama(str(options.model), n_ctx=512, verbose=False)
     rows = [*measure_contenders(llm, options.steps), *measure_sizes(llm, options.steps)]
     llm.close()
-    if options.json:
-        print(json.dumps({"machine": describe(), "rows": rows}, indent=2))
-        return
-    for name, value in describe().items():
-        print(f"# {name}: {value}")
-    for row in rows:
-        figures = ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key != "what")
-        print(f"{row['what']}: {figures}")
+    report(rows, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Contenders are checked to give the same pick before they are timed.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.machine import describe
+from benchmarks.machine import report
 from trie_sampler import TokenTrie, TrieCursor
 
 V = 262_144
@@ -260,14 +259,7 @@ def main() -> None:
         *measure_processor(max(options.calls // 20, 100)),
         *measure_start(options.model, options.runs),
     ]
-    if options.json:
-        print(json.dumps({"machine": describe(), "rows": rows}, indent=2))
-        return
-    for name, value in describe().items():
-        print(f"# {name}: {value}")
-    for row in rows:
-        figures = ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key != "what")
-        print(f"{row['what']}: {figures}")
+    report(rows, as_json=options.json)
 
 
 if __name__ == "__main__":
