@@ -353,7 +353,7 @@ class TrieCursor:
             allowed = self.allowed()
             raise OffTrieError(
                 f"token {token} is not allowed here; allowed are {allowed[:8].tolist()}"
-                + (f" and {len(allowed) - 8} more" if len(allowed) > 8 else "")  # noqa: PLR2004
+                + (f" and {len(allowed) - 8} more" if len(allowed) > 8 else "")  # noqa: PLR2004 - enough ids for one line
             )
 
     # --- starting and ending -------------------------------------------------------------------

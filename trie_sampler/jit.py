@@ -67,4 +67,4 @@ class _CompileLog(event.Listener):
         pass
 
 
-event.register("numba:compile", _CompileLog())  # type: ignore[no-untyped-call]
+event.register("numba:compile", _CompileLog())  # type: ignore[no-untyped-call]  # Numba has no types

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types  # type: ignore[attr-defined]
+from numba import carray, types  # type: ignore[attr-defined]  # no __all__ there
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import from_dtype
 

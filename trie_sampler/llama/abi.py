@@ -26,7 +26,7 @@ def check_abi(host: Any = llama_cpp) -> None:
         EngineError: a field is missing or elsewhere; the message names the version.
     """
     problems = []
-    if ctypes.sizeof(ctypes.c_void_p) != 8:  # noqa: PLR2004
+    if ctypes.sizeof(ctypes.c_void_p) != 8:  # noqa: PLR2004 - bytes of a 64-bit pointer
         problems.append("pointers are not 64 bits wide")
     for name, (offsets, size) in _EXPECTED.items():
         structure = getattr(host, name, None)
