@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import choice_texts
 
+from trie_sampler.choices import Choices, Spelling
 from trie_sampler.errors import EmptyTrieError, TrieSamplerWarning, VocabMismatchError
 from trie_sampler.tokens import (
     START,
-    Choices,
     Edge,
     Spelled,
     Tokenizer,
@@ -312,7 +312,7 @@ def test_a_choice_stands_alone_behind_the_first_anchor_that_it_does_not_merge_wi
 
 
 def test_a_choice_that_merges_with_everything_is_refused() -> None:
-    tokenizer = LongestMatch(":x", "\nx", ".x", ")x", "|x")
+    tokenizer = LongestMatch(":x", "\nx", ".x", ")x", "|x", "ax")
     with pytest.raises(VocabMismatchError, match="choice 'xy' merges with whatever stands before it"):
         paths(tokenizer, "a:", ["xy"], lead="")
 
@@ -346,6 +346,7 @@ def test_a_path_is_what_the_whole_text_tokenizes_to(make: Any, prompt: str, choi
         else:
             assert tokens == wanted
     n_merged = sum(wanted is None for _, wanted in ref)
+    caught = [warning for warning in caught if "some choices begin with a space" not in str(warning.message)]
     assert len(caught) == (n_merged > 0)
     assert not caught or ("more" in str(caught[0].message)) == (n_merged > 1)
 
@@ -361,7 +362,10 @@ def test_a_space_is_not_put_before_the_invisible_one(prompt: list[int] | None, l
 def test_any_text_is_spelled(choices: list[str], lead: str, make: Any) -> None:
     tokenizer = make("RE", "PLY", " RE", "日", "\n")
     for prompt in (None, [BOS], tokenizer.tokenize(b"Action:")):
-        for name, tokens in tokenize_choices(tokenizer, Choices.of(choices), prompt, lead=lead).paths:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "some choices begin with a space")
+            spelled = tokenize_choices(tokenizer, Choices.of(choices), prompt, lead=lead)
+        for name, tokens in spelled.paths:
             assert tokenizer.detokenize(tokens).decode() in (name, " " + name)
 
 
@@ -422,7 +426,8 @@ def test_the_start_of_a_text_is_one_edge() -> None:
 def test_the_edge_ends_at_the_last_control_token() -> None:
     tokenizer = LongestMatch()
     ids = [*tokenizer.tokenize(b"before"), EOS, *tokenizer.tokenize(b"after:")]
-    assert edge_of(tokenizer, ids) == Edge(b"after:", tuple(tokenizer.tokenize(b"after:")), spaceless=False)
+    after = tuple(tokenizer.tokenize(b"after:"))
+    assert edge_of(tokenizer, ids) == Edge(b"after:", after, spaceless=False, n_healable=len(after))
 
 
 def test_the_edge_is_a_short_window() -> None:
@@ -441,9 +446,9 @@ def test_a_character_cut_at_the_start_of_the_window_is_left_out() -> None:
 
 
 def test_four_continuation_bytes_are_no_character() -> None:
-    """At most three are cut: more cannot belong to one character."""
+    """At most three are cut: more cannot belong to one character, so no text gives these ids."""
     ids = [FIRST_BYTE + 0x80] * 5 + LongestMatch().tokenize(b"abc")
-    assert edge_of(LongestMatch(), ids).text == b"\x80\x80abc"
+    assert edge_of(LongestMatch(), ids).tokens == ()
 
 
 def test_a_prompt_of_nothing_but_a_cut_character_gives_nothing_to_stand_behind() -> None:
@@ -513,10 +518,10 @@ def test_a_window_need_only_end_like_the_prompt() -> None:
 def test_spell_choices_behind_an_edge_at_hand() -> None:
     edge = edge_of(URLS, URLS.tokenize(b"x:"))
     choices = Choices.of(["b"])
-    assert spell_choices(URLS, choices, edge, "auto") == tokenize_choices(URLS, choices, URLS.tokenize(b"x:"))
-    assert spell_choices(URLS, choices, START, "auto").paths == (("b", (FIRST_BYTE + ord("b"),)),)
+    assert spell_choices(URLS, choices, edge, Spelling()) == tokenize_choices(URLS, choices, URLS.tokenize(b"x:"))
+    assert spell_choices(URLS, choices, START, Spelling()).paths == (("b", (FIRST_BYTE + ord("b"),)),)
     # Where the prompt is not known both spellings are taken.
-    assert len(spell_choices(URLS, choices, START, "auto", known=False).paths) == 2
+    assert len(spell_choices(URLS, choices, START, Spelling(), known=False).paths) == 2
 
 
 def test_the_toys_are_tokenizers() -> None:

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from trie_sampler.automaton import forget_pieces
+from trie_sampler.cache import Recent
 from trie_sampler.choice import Choice, walk_numbers
+from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import Step, TrieCursor
 from trie_sampler.errors import warn
 from trie_sampler.payload import TokenTreePayload
-from trie_sampler.tokens import Choices, ChoicesLike, Edge, Tokenizer, check_lead, edge_of, spell_choices
+from trie_sampler.tokens import Tokenizer, edge_of, spell_choices
 from trie_sampler.trie import TokenTrie
 
-_N_TRIES = 16
-"""Prompt endings whose tries are kept; a prompt template has one."""
+
+@dataclass(frozen=True)
+class _Bound:
+    """A trie behind an ending of a prompt, and what a caller should hear of it."""
+
+    trie: TokenTrie
+    doubts: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.trie.nbytes
+
+
+_recent: weakref.WeakKeyDictionary[Any, Recent[_Bound]] = weakref.WeakKeyDictionary()
+
+
+def _recent_of(tokenizer: Tokenizer) -> Recent[_Bound]:
+    """The tries of a vocabulary, shared by every binding to it."""
+    try:
+        return _recent.setdefault(tokenizer, Recent())
+    except TypeError:  # a Tokenizer that cannot be hashed or weakly referenced
+        return Recent()
+
+
+def forget_vocabulary(tokenizer: Tokenizer) -> None:
+    """Drop what is kept for a vocabulary."""
+    forget_pieces(tokenizer)
+    try:
+        _recent.pop(tokenizer, None)
+    except TypeError:
+        return
 
 
 class Binding:
@@ -23,6 +57,7 @@ class Binding:
 
     Attributes:
         trie: the trie, where it does not depend on the prompt; else ``None``.
+        heals: whether it may take tokens off a prompt.
         max_tokens: enough for the longest choice and an end token.
     """
 
@@ -31,15 +66,15 @@ class Binding:
         tokenizer: Tokenizer,
         source: TokenTrie | Choices,
         choices_by_path: Mapping[str, Choices],
-        lead: str = "auto",
+        spelling: Spelling,
     ) -> None:
-        check_lead(lead)
         self._tokenizer = tokenizer
         self._source = source
         self._choices_by_path = choices_by_path
-        self._lead = lead
-        self._tries: dict[Edge, TokenTrie] = {}
-        self._told_of_tail = False
+        self._spelling = spelling
+        self._recent = _recent_of(tokenizer)
+        self._longest = 0
+        self._told = False
 
     @classmethod
     def of(
@@ -48,8 +83,9 @@ class Binding:
         source: ChoicesLike | TokenTrie | TokenTreePayload,
         *,
         path: str | None = None,
-        lead: str = "auto",
         strict: bool = False,
+        model_id: str | None = None,
+        spelling: Spelling | None = None,
     ) -> Binding:
         """Bind choices as people have them, a trie, or a payload.
 
@@ -57,25 +93,29 @@ class Binding:
             tokenizer: the model's vocabulary.
             source: see ``Choices.of``; or a ``TokenTrie``, or a ``TokenTreePayload``.
             path: of a payload, take only this descriptor.
-            lead: see ``TokenTrie.from_choices``.
             strict: see ``TokenTrie.check_vocab``.
+            model_id: see ``TokenTrie.from_payload``.
+            spelling: how choices become tokens; a trie and a payload are spelled already.
 
         Raises:
             EmptyTrieError, UnknownPathError, VocabMismatchError, TypeError, ValueError: as those.
         """
+        if isinstance(source, (TokenTrie, TokenTreePayload)) and spelling not in (None, Spelling()):
+            raise ValueError(f"a {type(source).__name__} is spelled already; {spelling} has no effect on it")
+        spelling = spelling or Spelling()
         if isinstance(source, TokenTreePayload):
-            trie = TokenTrie.from_payload(source, path, vocab=tokenizer, strict=strict)
+            trie = TokenTrie.from_payload(source, path, vocab=tokenizer, strict=strict, model_id=model_id)
             names = {
                 descriptor.path: Choices.of([leaf.name for leaf in descriptor.leaves])
                 for descriptor in source.descriptors
                 if descriptor.path in trie.paths
             }
-            return cls(tokenizer, trie, names, lead)
+            return cls(tokenizer, trie, names, spelling)
         if isinstance(source, TokenTrie):
             source.check_vocab(tokenizer, strict=strict)
-            return cls(tokenizer, source, {}, lead)
+            return cls(tokenizer, source, {}, spelling)
         choices = Choices.of(source)
-        return cls(tokenizer, choices, {"": choices}, lead)
+        return cls(tokenizer, choices, {"": choices}, spelling)
 
     @property
     def trie(self) -> TokenTrie | None:
@@ -83,35 +123,86 @@ class Binding:
         return self._source if isinstance(self._source, TokenTrie) else None
 
     @property
+    def heals(self) -> bool:
+        """Whether it may take tokens off a prompt."""
+        return self._spelling.heal
+
+    @property
     def max_tokens(self) -> int:
-        """Before a prompt is known an upper bound: no choice has more tokens than bytes."""
+        """Before a prompt is known an upper bound: no choice has more tokens than bytes.
+
+        What healing writes again is counted once the prompt is known.
+        """
         if isinstance(self._source, TokenTrie):
             return self._source.depth + 1
-        return max(len(text.encode()) for text in self._source.texts) + 2
+        if not self._longest:
+            forms = self._source.forms(self._spelling, both_leads=True, in_quotes=False)
+            # An end token, and the space that some vocabularies write before any text.
+            self._longest = max(len(text.encode()) for _, texts in forms for text in (*texts, "")) + 2
+        return self._longest
 
     def trie_behind(self, prompt_ids: Sequence[int]) -> TokenTrie:
-        """The trie that constrains what follows these tokens; kept per ending of the prompt."""
+        """The trie that constrains what follows these tokens as they are; kept per ending of the prompt.
+
+        Warns:
+            TrieSamplerWarning: once, where the tokens will be unusual here.
+        """
+        return self._bound(prompt_ids, heal=False)
+
+    def prepare(self, prompt_ids: Sequence[int]) -> tuple[TokenTrie, list[int]]:
+        """Heal the prompt's end where that is asked for and needed.
+
+        Returns:
+            The trie, and the prompt's ids that it follows.
+        """
+        kept = list(prompt_ids)
+        if self.trie is None:
+            trie = self._bound(prompt_ids, heal=self._spelling.heal)
+            return trie, kept[: len(kept) - trie.n_healed]
+        n_healed = self.trie.n_healed
+        if n_healed and self._tokenizer.detokenize(kept[-n_healed:]) == self.trie.healed:
+            kept = kept[:-n_healed]
+        return self.trie_behind(kept), kept
+
+    def needs_healing(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether ``prepare`` takes something off this prompt."""
+        if not self._spelling.heal and (self.trie is None or not self.trie.n_healed):
+            return False
+        return len(self.prepare(prompt_ids)[1]) < len(prompt_ids)
+
+    def _bound(self, prompt_ids: Sequence[int], *, heal: bool) -> TokenTrie:
         source = self._source
         if isinstance(source, TokenTrie):
             self._compare_tail(source.tail, prompt_ids)
             return source
         edge = edge_of(self._tokenizer, prompt_ids)
-        trie = self._tries.get(edge)
-        if trie is None:
-            spelled = spell_choices(self._tokenizer, source, edge, self._lead)
-            if len(self._tries) >= _N_TRIES:
-                del self._tries[next(iter(self._tries))]
-            trie = self._tries[edge] = TokenTrie.from_sequences(spelled.paths, tail=spelled.tail)
-        return trie
+        spelling = replace(self._spelling, heal=heal)
+
+        def build() -> _Bound:
+            spelled = spell_choices(self._tokenizer, source, edge, spelling)
+            return _Bound(TokenTrie._from_spelled(self._tokenizer, spelled), spelled.doubts)
+
+        bound = self._recent.get((source.names, source.contents, edge, spelling), build)
+        if heal:
+            self._longest = max(self.max_tokens, bound.trie.depth + 1)
+        if heal == self._spelling.heal:
+            self._tell(*bound.doubts)
+        return bound.trie
+
+    def _tell(self, *doubts: str) -> None:
+        """Warn, once for each binding."""
+        if doubts and not self._told:
+            self._told = True
+            for doubt in doubts:
+                warn(doubt)
 
     def _compare_tail(self, tail: bytes | None, prompt_ids: Sequence[int]) -> None:
         """Warn once where a trie was tokenized behind another ending than this prompt's."""
-        if not tail or self._told_of_tail:
+        if not tail or self._told:
             return
         text = self._tokenizer.detokenize(prompt_ids[-len(tail) - 1 :])
         if not text.endswith(tail):
-            self._told_of_tail = True
-            warn(
+            self._tell(
                 f"the trie was tokenized behind {tail[-20:]!r}, but this prompt ends in "
                 f"{text[-20:]!r}: its tokens may be unusual here"
             )
@@ -142,13 +233,20 @@ class Binding:
             name=name,
             value=value,
             index=index,
-            # As the host does: a character cut by max_tokens is left out.
-            text=self._tokenizer.detokenize(picks).decode("utf-8", "ignore"),
+            text=self._text_of(final.trie, picks),
             tokens=tuple(picks),
             complete=complete,
             valid_mass=valid_mass,
             **walk_numbers(steps),
         )
+
+    def _text_of(self, trie: TokenTrie, picks: Sequence[int]) -> str:
+        """What the picks add to the prompt's text.
+
+        As the host does it, a character cut by ``max_tokens`` is left out.
+        """
+        written = self._tokenizer.detokenize(picks)
+        return written[len(trie.healed) :].decode("utf-8", "ignore")
 
     def __repr__(self) -> str:
         """What is chosen from, shortened."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from llama_cpp import Llama
 
 from trie_sampler.choice import Choice
+from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import TrieCursor
 from trie_sampler.errors import EngineError
 from trie_sampler.llama.processor import TrieLogitsProcessor
-from trie_sampler.llama.vocab import Prompt, prompt_tokens, require_engine
-from trie_sampler.tokens import ChoicesLike
+from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_engine
+from trie_sampler.tokens import Tokenizer, edge_of, find_merges
 from trie_sampler.trie import TokenTrie
 
 _METHODS = {"greedy": "greedy", "sample": "sampled"}
@@ -64,7 +65,7 @@ def choose(
         raise TypeError("choose() got an unexpected keyword argument 'mode'; it is method= here")
     require_engine(llm)
     constraint = TrieLogitsProcessor.from_choices(llm, choices, mode=_METHODS[method], **settings)
-    tokens = prompt_tokens(llm, prompt)
+    tokens = constraint.prepare(prompt)
     needed = len(tokens) + constraint.bind(tokens).depth
     # llama.cpp rounds the context up; the host's own buffer has what was asked for.
     room = min(llm.n_ctx(), len(llm.input_ids))
@@ -90,6 +91,77 @@ def choose(
         "seconds": time.perf_counter() - start,
     }
     return replace(choice, stats={**choice.stats, **door})
+
+
+@dataclass(frozen=True)
+class PromptCheck:
+    """What ``check_prompt`` found; as text a sentence for people.
+
+    Attributes:
+        tail: the end of the prompt's text, as far as it was looked at.
+        merged: names of the choices whose tokens would have merged with the prompt's last.
+        healed: the end of the prompt that ``heal=True`` writes again together with the choice.
+        n_healed: how many tokens that is.
+        can_heal: whether ``heal=True`` can.
+    """
+
+    tail: str
+    merged: tuple[str, ...]
+    healed: str
+    n_healed: int
+    can_heal: bool
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing merges, so the choices' tokens are what the model was trained on."""
+        return not self.merged and self.can_heal
+
+    def __str__(self) -> str:
+        """What to do about it."""
+        end = f"the prompt ends in {self.tail[-20:]!r}"
+        if self.is_clean:
+            return f"{end}: no choice merges with it"
+        if not self.merged:
+            return f"{end}, in tokens that its text alone would not give: no choice can be tokenized behind it"
+        names = ", ".join(map(repr, self.merged[:3])) + (", ..." if len(self.merged) > 3 else "")  # noqa: PLR2004
+        advice = f"heal=True takes {self.healed!r} back" if self.can_heal else "end the prompt elsewhere"
+        return f"{end}, whose last tokens merge with {len(self.merged)} choices ({names}): {advice}"
+
+
+def check_prompt(llm: Llama | Tokenizer, prompt: Prompt, choices: ChoicesLike, **spelling: Any) -> PromptCheck:
+    """Whether a prompt ends where the vocabulary would cut before each choice.
+
+    A trailing space before a word, ``http:`` before ``//``, half a word: the vocabulary would have written
+    prompt and choice with a token over both, so what the model sees is no text it was trained on.
+
+    Args:
+        llm: a model, ``vocab_only`` is enough; or any ``Tokenizer``.
+        prompt: text, token ids or chat messages.
+        choices: list of strings, dict name -> text, ``Enum`` class or ``Literal``.
+        spelling: ``lead``, ``json_value``, ``case_fold`` of ``TokenTrie.from_choices``; with
+            ``lead="auto"`` a choice is named where either of its spellings merges.
+
+    Returns:
+        ``PromptCheck``. Nothing is changed, nothing warned about.
+
+    Example:
+        >>> print(check_prompt(llm, "Who? ", ["Alice", "Bob"]))              # doctest: +SKIP
+        the prompt ends in 'Who? ', whose last tokens merge with 2 choices ('Alice', 'Bob'): heal=True takes ' ' back
+    """
+    wanted = Spelling.take_from(spelling)
+    if spelling:
+        raise TypeError(f"check_prompt() got an unexpected keyword argument {next(iter(spelling))!r}")
+    tokenizer = as_tokenizer(llm)
+    edge = edge_of(tokenizer, prompt_tokens(llm, prompt))
+    merges = find_merges(tokenizer, Choices.of(choices), edge, wanted)
+    healed = tokenizer.detokenize(edge.tokens[len(edge.tokens) - merges.n_healed :])
+    return PromptCheck(
+        tail=edge.text.decode("utf-8", "replace"),
+        merged=merges.names,
+        healed=healed.decode("utf-8", "replace"),
+        n_healed=merges.n_healed,
+        can_heal=merges.can_heal,
+    )
 
 
 def warm_up() -> None:

@@ -182,6 +182,8 @@ class TrieCursor:
         record["first_child_address"] = trie.first_child.ctypes.data
         record["leaf_address"] = trie.leaf.ctypes.data
         record["n_nodes"] = trie.n_nodes
+        record["n_edges"] = len(trie.token)
+        record["target_address"] = 0 if trie.target is None else trie.target.ctypes.data
         record["end_address"] = ends.ctypes.data
         record["n_end"] = len(ends)
         record["min_width"] = max(trie.max_token, *ends[-1:].tolist(), 0) + 1

@@ -57,7 +57,7 @@ from trie_sampler.layout import (
 )
 
 # Numba's cache does not see edits of layout.py; raising this number with it does.
-_LAYOUT_VERSION = 2
+_LAYOUT_VERSION = 3
 if layout.VERSION != _LAYOUT_VERSION:
     raise ImportError(f"kernels.py is written for layout {_LAYOUT_VERSION}, not {layout.VERSION}")
 
@@ -156,8 +156,8 @@ def _view_float32(address, size):
 
 @jit
 def view_tokens(cursor):
-    """[S] int32: ``layout`` array ``token``."""
-    return view_int32(cursor["token_address"], cursor["n_nodes"])
+    """[E] int32: ``layout`` array ``token``."""
+    return view_int32(cursor["token_address"], cursor["n_edges"])
 
 
 @jit
@@ -171,7 +171,7 @@ def view_end_tokens(cursor):
 
 @jit
 def child_range(cursor):
-    """(start, stop): the node ids of the children of the cursor's node.
+    """(start, stop): the edges to the children of the cursor's node; in a tree they are the children.
 
     Ids are clamped to the arrays, so that a damaged trie file cannot make a kernel read past them.
     """
@@ -181,8 +181,16 @@ def child_range(cursor):
         return 0, 0
     first_child = view_int32(cursor["first_child_address"], n_nodes + 1)
     start = max(np.int64(0), np.int64(first_child[node]))
-    stop = min(np.int64(n_nodes), np.int64(first_child[node + 1]))
+    stop = min(np.int64(cursor["n_edges"]), np.int64(first_child[node + 1]))
     return start, max(start, stop)
+
+
+@jit
+def end_of_edge(cursor, edge):
+    """The node that an edge leads to."""
+    if cursor["target_address"] == 0:
+        return edge
+    return np.int64(view_int32(cursor["target_address"], cursor["n_edges"])[edge])
 
 
 @jit
@@ -196,9 +204,9 @@ def ends_leaf(cursor):
 
 @jit
 def find_child(token, start, stop, wanted):
-    """The node among ``start .. stop`` that ``wanted`` enters, or NO_NODE. O(log K).
+    """The edge among ``start .. stop`` of token ``wanted``, or NO_NODE. O(log K).
 
-    token: [S] int32, ascending within start .. stop.
+    token: [E] int32, ascending within start .. stop.
     """
     low, high = start, stop
     while low < high:
@@ -214,7 +222,7 @@ def find_child(token, start, stop, wanted):
 
 @jit
 def find_child_of(token, first_child, node, wanted):
-    """The child of ``node`` that ``wanted`` enters, or NO_NODE; arrays as in ``layout``."""
+    """The edge of ``node`` with token ``wanted``, or NO_NODE; arrays as in ``layout``."""
     return find_child(token, first_child[node], first_child[node + 1], wanted)
 
 
@@ -243,7 +251,7 @@ def trace_forced_run(address, out):
             break
         out[n_forced] = token[start]
         n_forced += 1
-        cursor["node"] = start
+        cursor["node"] = end_of_edge(cursor, start)
     cursor["node"] = here
     return n_forced
 
@@ -280,7 +288,7 @@ def accept_token(address, token):
     if token >= 0:
         child = find_child(view_tokens(cursor), start, stop, token)
     if child != NO_NODE:
-        cursor["node"] = child
+        cursor["node"] = end_of_edge(cursor, child)
         cursor["position_in_span"] += 1
         cursor["n_accepted"] += 1
         return _close_span(cursor)
@@ -314,17 +322,17 @@ def _close_span(cursor):
 
 @jit
 def argmax_child(row, token, start, stop):
-    """The node among ``start .. stop`` with the largest logit, NO_NODE if none is above -inf.
+    """The edge among ``start .. stop`` with the largest logit, NO_NODE if none is above -inf.
 
     O(K); ties go to the lowest token. Ids are >= 0 and below ``min_width``: ``TokenTrie`` and
     ``_begin_pick`` have seen to it.
     """
     best = NO_NODE
     largest = -np.inf
-    for node in range(start, stop):
-        logit = row[token[node]]
+    for edge in range(start, stop):
+        logit = row[token[edge]]
         if logit > largest:
-            best = node
+            best = edge
             largest = logit
     return best
 
@@ -389,16 +397,16 @@ def foreign_logsumexp(row, token, start, stop):
     width = row.shape[0]
     largest = -np.inf
     position = 0
-    for node in range(start, stop + 1):
-        segment_stop = width if node == stop else token[node]
+    for edge in range(start, stop + 1):
+        segment_stop = width if edge == stop else token[edge]
         largest = max(largest, largest_between(row, position, segment_stop))
         position = segment_stop + 1
     if largest == -np.inf or largest == np.inf:
         return largest
     total = 0.0
     position = 0
-    for node in range(start, stop + 1):
-        segment_stop = width if node == stop else token[node]
+    for edge in range(start, stop + 1):
+        segment_stop = width if edge == stop else token[edge]
         total += sum_exp_between(row, position, segment_stop, largest)
         position = segment_stop + 1
     return largest + math.log(total)
@@ -555,9 +563,9 @@ def gather_options(cursor, row, ids, logits):
     token = view_tokens(cursor)
     start, stop = child_range(cursor)
     n_options = 0
-    for node in range(start, stop):
-        logit = row[token[node]]
-        ids[n_options] = token[node]
+    for edge in range(start, stop):
+        logit = row[token[edge]]
+        ids[n_options] = token[edge]
         logits[n_options] = logit if logit == logit else -np.inf
         n_options += 1
     if not ends_leaf(cursor):
@@ -689,8 +697,8 @@ def score_pick(cursor, row, picked):
         stop_best, stop_logit = _weigh_end_tokens(row, view_end_tokens(cursor), token, start, stop)
     first, second = stop_best, -np.inf
     n_infinite = 1 if stop_logit == np.inf else 0
-    for node in range(start, stop):
-        logit = np.float64(row[token[node]])
+    for edge in range(start, stop):
+        logit = np.float64(row[token[edge]])
         if logit == np.inf:
             n_infinite += 1
         if logit > first:
@@ -707,8 +715,8 @@ def score_pick(cursor, row, picked):
         cursor["logprob"] = -math.log(n_infinite)
         return
     total = math.exp(stop_logit - first)
-    for node in range(start, stop):
-        logit = np.float64(row[token[node]])
+    for edge in range(start, stop):
+        logit = np.float64(row[token[edge]])
         if logit == logit:
             total += math.exp(logit - first)
     chosen = stop_logit
@@ -739,14 +747,14 @@ def _weigh_end_tokens(row, ends, token, start, stop):
 def _logsumexp_children(row, token, start, stop):
     """Sum, in log space, the children's logits; NaN counts as -inf."""
     largest = -np.inf
-    for node in range(start, stop):
-        if row[token[node]] > largest:
-            largest = np.float64(row[token[node]])
+    for edge in range(start, stop):
+        if row[token[edge]] > largest:
+            largest = np.float64(row[token[edge]])
     if largest == -np.inf or largest == np.inf:
         return largest
     total = 0.0
-    for node in range(start, stop):
-        logit = np.float64(row[token[node]])
+    for edge in range(start, stop):
+        logit = np.float64(row[token[edge]])
         if logit == logit:
             total += math.exp(logit - largest)
     return largest + math.log(total)
@@ -810,16 +818,16 @@ def keep_allowed(address, row):
     elif not ends_leaf(cursor):
         ends = ends[:0]
     position = 0
-    node = start
+    edge = start
     end = 0
     # Children and end tokens are merged in ascending order, the gaps between them filled.
-    while node < stop or end < ends.shape[0]:
-        kept = token[node] if node < stop else ends[end]
+    while edge < stop or end < ends.shape[0]:
+        kept = token[edge] if edge < stop else ends[end]
         if end < ends.shape[0] and ends[end] <= kept:
             kept = ends[end]
             end += 1
-        if node < stop and token[node] == kept:
-            node += 1
+        if edge < stop and token[edge] == kept:
+            edge += 1
         row[position:kept] = -np.inf
         position = kept + 1
     row[position:] = -np.inf
@@ -1058,8 +1066,8 @@ def is_ordered(address, data_address, size):
     ids = view_int32(data_address, 3 * size)
     token = view_tokens(cursor)
     start, stop = child_range(cursor)
-    for node in range(start, stop):
-        if ids[3 * token[node]] != token[node]:
+    for edge in range(start, stop):
+        if ids[3 * token[edge]] != token[edge]:
             return False
     ends = view_end_tokens(cursor)
     for i in range(ends.shape[0]):
@@ -1193,13 +1201,13 @@ def _compact_ordered(ids, logits, token, start, stop, ends, n_ends):
     Ascending ids never move past a slot that is still needed: the n-th lowest is at least n.
     """
     n_valid = 0
-    node = start
+    edge = start
     end = 0
-    while node < stop or end < n_ends:
-        from_child = node < stop and (end >= n_ends or token[node] <= ends[end])
-        wanted = token[node] if from_child else ends[end]
-        if node < stop and token[node] == wanted:
-            node += 1
+    while edge < stop or end < n_ends:
+        from_child = edge < stop and (end >= n_ends or token[edge] <= ends[end])
+        wanted = token[edge] if from_child else ends[end]
+        if edge < stop and token[edge] == wanted:
+            edge += 1
         if end < n_ends and ends[end] == wanted:
             end += 1
         logits[3 * n_valid + 1] = logits[3 * wanted + 1]
@@ -1225,19 +1233,19 @@ def _mask_ordered(logits, size, token, start, stop, ends, n_ends, end_token, sto
     """``_mask_scanned`` where slot t holds id t: the gaps between the options are filled. O(size)."""
     n_valid, n_finite = 0, 0
     position = 0
-    node = start
+    edge = start
     end = 0
     stops = 1 if end_token != NO_TOKEN else 0
-    while node < stop or end < n_ends or stops > 0:
+    while edge < stop or end < n_ends or stops > 0:
         kept = _MAX_TOKEN
-        if node < stop:
-            kept = token[node]
+        if edge < stop:
+            kept = token[edge]
         if end < n_ends:
             kept = min(kept, ends[end])
         if stops > 0:
             kept = min(kept, end_token)
-        if node < stop and token[node] == kept:
-            node += 1
+        if edge < stop and token[edge] == kept:
+            edge += 1
         if end < n_ends and ends[end] == kept:
             end += 1
         if stops > 0 and end_token == kept:

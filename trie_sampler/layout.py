@@ -9,6 +9,10 @@ are one contiguous range of node ids, ascending by token, and no target column i
     first_child  [S+1] int32   children of s are nodes first_child[s] .. first_child[s+1] - 1
     leaf         [S]   int32   index of the leaf that ends here; NO_LEAF where none does
 
+The automaton of every spelling is a graph: paths join, so an edge says where it leads. ``token`` and
+``target`` are then [E] int32, and the edges of s are ``first_child[s] .. first_child[s+1] - 1``. A tree is
+the case in which edge i leads to node i, so both go through the same kernels.
+
 Compiled code freezes what it reads from here, so ``kernels.py`` asserts ``VERSION``: changing
 this file means raising the number in both, and that edit refreshes the compiled cache.
 """
@@ -19,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 TOKEN: Final = np.dtype(np.int32)
 NODE: Final = np.dtype(np.int32)
@@ -69,6 +73,9 @@ _CURSOR_FIELDS: Final = [
     ("first_child_address", np.int64),
     ("leaf_address", np.int64),
     ("n_nodes", np.int64),
+    # Edges and where they lead; 0 for a tree, whose edge i leads to node i.
+    ("n_edges", np.int64),
+    ("target_address", np.int64),
     # End tokens, ascending: [n_end] int32.
     ("end_address", np.int64),
     ("n_end", np.int64),

@@ -6,24 +6,27 @@ of a text never has. And a model that has just written ``Action:`` goes on with 
 ``"PLAY"``: one token with its space, which no trie of ``"PLAY"`` holds. So every choice is
 tokenized behind the prompt's own last words, and by default both with and without the space:
 two paths of one leaf, and the model decides.
+
+Where the prompt's end would itself have merged with the choice (``http:`` before ``//``, a space
+before a word, half a word), no path is what the model was trained on. ``heal`` takes the prompt's
+last tokens back and begins every path with what the vocabulary makes of both together.
 """
 
 from __future__ import annotations
 
-import enum
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from trie_sampler.errors import EmptyTrieError, VocabMismatchError, warn
+from trie_sampler.choices import Choices, Spelling
+from trie_sampler.errors import VocabMismatchError, warn
 
 OPENERS = "\"'`([{<«“‘„‹「『（"
 """After one of these a word begins without a space."""
 
 # Texts whose last token nothing after them merges with, tried in turn where the prompt's own
 # end would merge with a choice.
-_ANCHORS = ("\n", ".", ")", "|")
+_ANCHORS = ("\n", ".", ")", "|", "a")
 
 # UTF-8: the bytes of a character after its first are 10xxxxxx.
 _CONTINUATION_MASK, _CONTINUATION = 0xC0, 0x80
@@ -31,6 +34,12 @@ _CONTINUATION_MASK, _CONTINUATION = 0xC0, 0x80
 # Tokens of the prompt that are tokenized again before each choice. Enough for a word and what
 # stands before it; where the short window does not tokenize back to itself, longer ones follow.
 _WINDOWS = (8, 32, 128)
+
+FINGERPRINT_FORM = "vocab-sha256:"
+"""How the fingerprint of a vocabulary begins; see ``trie_sampler.model_id``."""
+
+_LONG_WORK = 20_000
+"""Choices from which on progress is shown, where tqdm is installed and somebody looks."""
 
 
 @runtime_checkable
@@ -45,11 +54,11 @@ class Tokenizer(Protocol):
     def eog_ids(self) -> Sequence[int]:
         """Every id that ends a generation, ascending."""
 
-    def tokenize(self, text: bytes) -> list[int]:
-        """Ids of UTF-8 text, without BOS, control tokens never parsed."""
+    def tokenize(self, text: bytes, *, special: bool = False) -> list[int]:
+        """Ids of UTF-8 text, without BOS; control tokens are parsed only if ``special``."""
 
-    def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of the tokens' pieces; control tokens give none."""
+    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> bytes:
+        """The bytes of the tokens' pieces; control tokens give their text only if ``special``."""
 
     def is_eog(self, token: int) -> bool:
         """Whether ``token`` ends a generation."""
@@ -58,90 +67,25 @@ class Tokenizer(Protocol):
         """Whether ``token`` is a control token: BOS, end of turn, unused ..."""
 
 
-ChoicesLike: TypeAlias = Any
-"""List of strings, dict name -> text, ``Enum`` class, or ``Literal[...]``; see ``Choices.of``."""
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Choices in one form: N names, the texts to spell and the values to hand back."""
-
-    names: tuple[str, ...]
-    texts: tuple[str, ...]
-    values: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, choices: Any) -> Choices:
-        """Read choices as people have them.
-
-        * strings: name, text and value are the string;
-        * a dict: name -> text, the value is the name;
-        * an ``Enum`` class: name and text are the member's value as text, the value is the member;
-        * ``Literal[...]``: name and text are the argument as text, the value is the argument.
-
-        Raises:
-            EmptyTrieError: there are none.
-            TypeError: another kind, or something in it that is no text.
-        """
-        if isinstance(choices, Choices):
-            return choices
-        if isinstance(choices, type) and issubclass(choices, enum.Enum):
-            pairs = [(_text_of(member.value, "an Enum value"), member) for member in choices]
-            names, texts, values = _columns((text, text, member) for text, member in pairs)
-        elif typing.get_origin(choices) is typing.Literal:
-            arguments = typing.get_args(choices)
-            texts = tuple(_text_of(argument, "a Literal argument") for argument in arguments)
-            names, values = texts, arguments
-        elif isinstance(choices, Mapping):
-            names, texts, values = _columns(
-                (_string(name, "a name"), _string(text, "a text"), name) for name, text in choices.items()
-            )
-        elif isinstance(choices, Iterable) and not isinstance(choices, (str, bytes)):
-            names = texts = values = tuple(_string(text, "a choice") for text in choices)
-        else:
-            raise TypeError(
-                "choices must be a list of strings, a dict name -> text, an Enum class or a "
-                f"Literal, got {choices!r:.80}"
-            )
-        if not names:
-            raise EmptyTrieError("choices is empty, so there is nothing to choose from")
-        return cls(names, texts, values)
-
-    def index_of(self, name: str) -> int:
-        """The place of a name in the caller's list; of equal names the first."""
-        return self.names.index(name)
-
-
-def _columns(rows: Iterable[tuple[str, str, Any]]) -> tuple[tuple[Any, ...], ...]:
-    columns = tuple(zip(*rows, strict=True))
-    return columns or ((), (), ())
-
-
-def _string(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{what} must be a string, got {value!r:.80}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{what} is not valid Unicode text: {value!r:.80} ({error})") from error
-    # Not str(value): a member of an Enum of strings would call itself by its name.
-    return str.__str__(value)
-
-
-def _text_of(value: Any, what: str) -> str:
-    """Numbers and booleans as Python writes them; text as it is."""
-    if isinstance(value, enum.Enum):
-        value = value.value
-    return _string(str(value) if isinstance(value, (bool, int, float)) else value, what)
-
-
 @dataclass(frozen=True)
 class Spelled:
-    """Choices as token paths: (name, tokens), a name once per spelling."""
+    """Choices as paths, a name once per path.
 
-    paths: tuple[tuple[str, tuple[int, ...]], ...]
+    Attributes:
+        paths: (name, token ids); under ``every`` (name, bytes).
+        tail: the end of the prompt's text that the paths follow.
+        every: whether the paths are bytes, to be written in every way.
+        healed: bytes of the prompt that each path writes again.
+        n_healed: tokens that healing takes off the prompt's end.
+        doubts: what a caller should hear of, in sentences.
+    """
+
+    paths: tuple[tuple[str, Sequence[int]], ...]
     tail: bytes
-    """The end of the prompt's text that they were tokenized behind."""
+    every: bool = False
+    healed: bytes = b""
+    n_healed: int = 0
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,13 +94,22 @@ class Edge:
 
     Attributes:
         text: bytes of the window, whole characters.
-        tokens: what the vocabulary makes of ``text``; ends like the prompt.
+        tokens: what the vocabulary makes of ``text``; ends like the prompt. Empty where no text
+            tokenizes to the prompt's last ids.
         spaceless: whether ``lead="auto"`` takes no space here.
+        n_healable: how many of the last tokens can be taken back: they are the prompt's own, and
+            something is left before them.
     """
 
     text: bytes
     tokens: tuple[int, ...]
     spaceless: bool
+    n_healable: int = 0
+
+    @property
+    def in_quotes(self) -> bool:
+        """Whether the prompt ends in the quote that opens a JSON string."""
+        return self.text.endswith(b'"')
 
 
 START = Edge(b"", (), True)
@@ -181,10 +134,10 @@ def edge_of(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Edge:
     spaceless = not last or last.isspace() or last in OPENERS
     for size in (*(size for size in _WINDOWS if size < len(tail)), len(tail)):
         text = _from_whole_character(tokenizer.detokenize(tail[-size:]))
-        tokens = tokenizer.tokenize(text) if text else []
-        compared = max(1, min(size, len(tail)) // 2)
-        if tokens[-compared:] == tail[-compared:]:
-            return Edge(text, tuple(tokens), spaceless)
+        tokens = tokenizer.tokenize(text) if text and _is_text(text) else []
+        n_equal = _count_equal(reversed(tokens), reversed(tail))
+        if n_equal >= max(1, min(size, len(tail)) // 2):
+            return Edge(text, tuple(tokens), spaceless, min(n_equal, len(prompt_ids) - 1))
     # Ids that no text tokenizes to (a cut character, a split word): nothing to stand behind.
     return Edge(longest, (), spaceless)
 
@@ -197,18 +150,26 @@ def _from_whole_character(text: bytes) -> bytes:
     return text[start:]
 
 
-def check_lead(lead: str) -> None:
-    """Refuse another ``lead`` than "auto", "" and " " with a ``ValueError``."""
-    if lead not in ("auto", "", " "):
-        raise ValueError(f'lead must be "auto", "" or " ", got {lead!r}')
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _count_equal(a: Iterable[int], b: Iterable[int]) -> int:
+    """How many items two sequences begin with in common."""
+    n_equal = 0
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
+        n_equal += 1
+    return n_equal
 
 
 def tokenize_choices(
-    tokenizer: Tokenizer,
-    choices: Choices,
-    prompt_ids: Sequence[int] | None,
-    *,
-    lead: str = "auto",
+    tokenizer: Tokenizer, choices: Choices, prompt_ids: Sequence[int] | None, **settings: Any
 ) -> Spelled:
     """Token paths of choices as they continue a prompt.
 
@@ -216,93 +177,211 @@ def tokenize_choices(
         tokenizer: the vocabulary.
         choices: N choices.
         prompt_ids: the prompt's tokens; ``None`` where it is not known: both spellings are taken
-            under ``"auto"``, tokenized as at the start of a text.
-        lead: see ``TokenTrie.from_choices``.
+            under ``lead="auto"``, tokenized as at the start of a text.
+        settings: of ``Spelling``.
 
     Returns:
-        One or two paths a choice. A choice without text has none.
+        At least one path a choice. A choice without text has an empty one.
 
     Raises:
-        ValueError: ``lead`` is not one of ``"auto"``, ``""``, ``" "``.
+        ValueError: a setting out of range.
         VocabMismatchError: tokens that do not spell the choice, or control tokens among them.
 
     Warns:
-        TrieSamplerWarning: the prompt's last tokens would have merged with a choice.
+        TrieSamplerWarning: the prompt's last tokens would have merged with a choice; some choices
+            begin with a space and some do not.
+
+    Cost: about 30 us a choice and spelling.
     """
-    check_lead(lead)
     edge = START if prompt_ids is None else edge_of(tokenizer, prompt_ids)
-    return spell_choices(tokenizer, choices, edge, lead, known=prompt_ids is not None)
+    spelled = spell_choices(tokenizer, choices, edge, Spelling(**settings), known=prompt_ids is not None)
+    for doubt in spelled.doubts:
+        warn(doubt)
+    return spelled
 
 
-def spell_choices(tokenizer: Tokenizer, choices: Choices, edge: Edge, lead: str, *, known: bool = True) -> Spelled:
-    """``tokenize_choices`` behind an edge that is at hand."""
-    leads = (lead,) if lead != "auto" else ("",) if edge.spaceless and known else ("", " ")
+def spell_choices(
+    tokenizer: Tokenizer, choices: Choices, edge: Edge, spelling: Spelling, *, known: bool = True
+) -> Spelled:
+    """``tokenize_choices`` behind an edge that is at hand, without a warning; not ``known``: behind anything."""
+    doubts = _find_mixed_leads(choices, spelling)
+    if spelling.heal:
+        merges = find_merges(tokenizer, choices, edge, spelling)
+        if merges.can_heal and merges.n_healed:
+            return _spell_healed(tokenizer, choices, edge, spelling, merges.n_healed, tuple(doubts))
+        if not merges.can_heal:
+            doubts.append(
+                f"the prompt's end, {_shown(edge.text)}, cannot be healed: no tokenization that the vocabulary "
+                "itself would make stands before it"
+            )
+    forms = _forms(choices, edge, spelling, known=known)
+    if spelling.tokenization == "every":
+        written = tuple((name, text.encode()) for name, texts in forms for text in texts or ("",))
+        return Spelled(written, edge.text, every=True, doubts=tuple(doubts))
     paths: list[tuple[str, tuple[int, ...]]] = []
     merged: list[str] = []
-    for name, text in zip(choices.names, choices.texts, strict=True):
-        if not text:
+    for name, texts in _with_progress(forms, len(choices.names)):
+        if not texts:
             paths.append((name, ()))
             continue
-        spellings = leads if not text[0].isspace() else ("",)
         clean = []
-        for spelling in spellings:
-            spelled = (spelling + text).encode()
-            tokens = _continue(tokenizer, edge, spelled)
-            if tokens is not None and not known and tokenizer.detokenize(tokens) == b" " + spelled:
+        for text in texts:
+            tokens = _continue(tokenizer, edge, text.encode(), special=spelling.special)
+            if tokens is not None and not known and tokenizer.detokenize(tokens) == b" " + text.encode():
                 # At the start of a text this vocabulary always writes a space; in mid-text it need not.
-                tokens = _stand_alone(tokenizer, name, spelled)
+                tokens = _stand_alone(tokenizer, name, text.encode(), special=spelling.special)
             if tokens is not None:
-                clean.append(tokens)
+                clean.append((text, tokens))
         if not clean:
             merged.append(name)
-            clean = [_stand_alone(tokenizer, name, (spellings[0] + text).encode())]
-        for tokens in clean:
-            _check_spelling(tokenizer, name, text, tokens)
+            clean = [(texts[0], _stand_alone(tokenizer, name, texts[0].encode(), special=spelling.special))]
+        for text, tokens in clean:
+            _check_spelling(tokenizer, name, text.encode(), tokens, special=spelling.special)
             paths.append((name, tokens))
     if merged:
-        warn(
-            f"the prompt ends in {edge.text[-20:].decode('utf-8', 'replace')!r}, whose last token the "
-            f"vocabulary would have merged with the choice {merged[0]!r}"
-            + (f" and {len(merged) - 1} more" if len(merged) > 1 else "")
-            + "; models rarely see such a split: end the prompt before the space or the half word"
+        doubts.append(
+            f"the prompt ends in {_shown(edge.text)}, whose last token the "
+            f"vocabulary would have merged with the choice {_some_names(merged)}"
+            "; models rarely see such a split: pass heal=True, or end the prompt before the space or the half word"
         )
-    return Spelled(tuple(paths), edge.text)
+    return Spelled(tuple(paths), edge.text, doubts=tuple(doubts))
 
 
-def _continue(tokenizer: Tokenizer, edge: Edge, text: bytes) -> tuple[int, ...] | None:
+def _forms(
+    choices: Choices, edge: Edge, spelling: Spelling, *, known: bool = True
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    return choices.forms(spelling, both_leads=not (edge.spaceless and known), in_quotes=edge.in_quotes)
+
+
+@dataclass(frozen=True)
+class Merges:
+    """What would have merged over a prompt's end.
+
+    Attributes:
+        names: choices that would have.
+        n_healed: tokens that healing takes back for them.
+        can_heal: whether it can.
+    """
+
+    names: tuple[str, ...]
+    n_healed: int
+    can_heal: bool
+
+
+def find_merges(tokenizer: Tokenizer, choices: Choices, edge: Edge, spelling: Spelling) -> Merges:
+    """Which choices, in any of their forms, the vocabulary would not cut where the prompt ends."""
+    n_before = len(edge.tokens)
+    kept = n_before
+    names = []
+    parse = _parsing(special=spelling.special)
+    for name, texts in _with_progress(_forms(choices, edge, spelling), len(choices.names)) if n_before else ():
+        cuts = [_count_equal(edge.tokens, tokenizer.tokenize(edge.text + text.encode(), **parse)) for text in texts]
+        if cuts and min(cuts) < n_before:
+            names.append(name)
+            kept = min(kept, *cuts)
+    n_healed = n_before - kept
+    return Merges(tuple(names), n_healed, n_healed <= edge.n_healable and (n_before > 0 or not edge.text))
+
+
+def _spell_healed(
+    tokenizer: Tokenizer, choices: Choices, edge: Edge, spelling: Spelling, n_healed: int, doubts: tuple[str, ...]
+) -> Spelled:
+    """Paths that begin by writing the prompt's last tokens again, together with the choice."""
+    n_kept = len(edge.tokens) - n_healed
+    healed = tokenizer.detokenize(edge.tokens[n_kept:])
+    tail = edge.text[: len(edge.text) - len(healed)]
+    every = spelling.tokenization == "every"
+    paths: list[tuple[str, Sequence[int]]] = []
+    for name, texts in _with_progress(_forms(choices, edge, spelling), len(choices.names)):
+        for text in texts:
+            if every:
+                paths.append((name, healed + text.encode()))
+                continue
+            tokens = tuple(tokenizer.tokenize(edge.text + text.encode(), **_parsing(special=spelling.special)))
+            _check_spelling(tokenizer, name, healed + text.encode(), tokens[n_kept:], special=spelling.special)
+            paths.append((name, tokens[n_kept:]))
+        if not texts:
+            paths.append((name, ()))
+    return Spelled(tuple(paths), tail, every, healed, n_healed, doubts)
+
+
+def _continue(tokenizer: Tokenizer, edge: Edge, text: bytes, *, special: bool = False) -> tuple[int, ...] | None:
     """Tokens of ``text`` behind the edge, or None where the cut between them is not clean."""
+    parse = _parsing(special=special)
     if edge is START:
-        tokens = tokenizer.tokenize(text)
-        if text.startswith(b" ") and tokenizer.detokenize(tokens) == b" " + text:
+        tokens = tokenizer.tokenize(text, **parse)
+        if text.startswith(b" ") and tokenizer.detokenize(tokens, **parse) == b" " + text:
             # This vocabulary itself puts a space before any text.
-            tokens = tokenizer.tokenize(text[1:])
+            tokens = tokenizer.tokenize(text[1:], **parse)
         return tuple(tokens)
     if not edge.tokens:
         return None
-    tokens = tokenizer.tokenize(edge.text + text)
+    tokens = tokenizer.tokenize(edge.text + text, **parse)
     n_before = len(edge.tokens)
     return tuple(tokens[n_before:]) if tuple(tokens[:n_before]) == edge.tokens else None
 
 
-def _stand_alone(tokenizer: Tokenizer, name: str, text: bytes) -> tuple[int, ...]:
+def _parsing(*, special: bool) -> dict[str, bool]:
+    """The argument that parses control tokens; a ``Tokenizer`` that never does need not know it."""
+    return {"special": True} if special else {}
+
+
+def _stand_alone(tokenizer: Tokenizer, name: str, text: bytes, *, special: bool = False) -> tuple[int, ...]:
     """Tokens of ``text`` in mid-text with nothing before it to merge with."""
     for anchor in _ANCHORS:
         before = anchor.encode()
-        tokens = _continue(tokenizer, Edge(before, tuple(tokenizer.tokenize(before)), spaceless=False), text)
+        edge = Edge(before, tuple(tokenizer.tokenize(before)), spaceless=False)
+        tokens = _continue(tokenizer, edge, text, special=special)
         if tokens is not None:
             return tokens
     raise VocabMismatchError(f"choice {name!r} merges with whatever stands before it")
 
 
-def _check_spelling(tokenizer: Tokenizer, name: str, text: str, tokens: tuple[int, ...]) -> None:
-    """Tokens must give the text back, bytes for bytes, a leading space apart."""
+def _check_spelling(
+    tokenizer: Tokenizer, name: str, text: bytes, tokens: tuple[int, ...], *, special: bool = False
+) -> None:
+    """Tokens must give the text back, byte for byte, a leading space apart."""
     for place, token in enumerate(tokens):
-        if tokenizer.is_control(token) or tokenizer.is_eog(token):
-            raise VocabMismatchError(
-                f"choice {name!r}: token {token} at index {place} is a control token; text from a user never makes one"
-            )
-    spelled = tokenizer.detokenize(tokens)
-    if spelled not in (text.encode(), b" " + text.encode()):
+        if tokenizer.is_eog(token) or (tokenizer.is_control(token) and not special):
+            what = "ends the generation" if special else "is a control token; text from a user never makes one"
+            raise VocabMismatchError(f"choice {name!r}: token {token} at index {place} {what}")
+    spelled = tokenizer.detokenize(tokens, **_parsing(special=special))
+    if spelled not in (text, b" " + text):
         raise VocabMismatchError(
             f"choice {name!r}: its tokens {list(tokens)} spell {spelled!r}: this vocabulary cannot write it"
         )
+
+
+def _find_mixed_leads(choices: Choices, spelling: Spelling) -> list[str]:
+    """Tell of ``[" yes", "no"]``: a slip that makes the model weigh two kinds of token."""
+    if spelling.lead != "auto" or spelling.json_value:
+        return []
+    spaced = [text for text in choices.texts if text[:1] == " "]
+    plain = [text for text in choices.texts if text and not text[0].isspace()]
+    if not (spaced and plain):
+        return []
+    doubt = (
+        f"some choices begin with a space ({spaced[0]!r}) and some do not ({plain[0]!r}); leave it to "
+        'lead=, or pass lead="" where the spaces are meant'
+    )
+    return [doubt]
+
+
+def _with_progress(forms: Iterable[Any], n_choices: int) -> Iterable[Any]:
+    """Show a bar on a terminal or in a notebook for long work, where tqdm is installed."""
+    if n_choices < _LONG_WORK:
+        return forms
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return forms
+    # disable=None: silent where nobody looks, as in a log file.
+    return tqdm(forms, total=n_choices, desc="tokenizing choices", disable=None, delay=1.0)  # type: ignore[no-any-return]
+
+
+def _shown(text: bytes) -> str:
+    return repr(text[-20:].decode("utf-8", "replace"))
+
+
+def _some_names(names: Sequence[str]) -> str:
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from trie_sampler.automaton import PieceIndex, write_in_every_way
 from trie_sampler.build import build_arrays
+from trie_sampler.choices import Choices, ChoicesLike
 from trie_sampler.errors import (
     EmptyTrieError,
     TrieSamplerError,
@@ -20,7 +22,7 @@ from trie_sampler.errors import (
 from trie_sampler.kernels import find_child_of
 from trie_sampler.layout import LEAF, NO_LEAF, NO_TOKEN, OFFSET, TOKEN
 from trie_sampler.payload import TokenSequence, TokenTreePayload
-from trie_sampler.tokens import Choices, ChoicesLike, Tokenizer, tokenize_choices
+from trie_sampler.tokens import FINGERPRINT_FORM, Spelled, Tokenizer, tokenize_choices
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -45,14 +47,23 @@ class TokenTrie:
     ``first_child[s] .. first_child[s+1] - 1``, ascending by token. A payload's descriptors are
     several roots over the same arrays. 12 bytes a node, names apart. Threads and forks share it.
 
+    With ``tokenization="every"`` paths join, and the trie is a graph with ``target``: the edges of node
+    ``s`` are ``first_child[s] .. first_child[s+1] - 1``, and edge ``i`` leads to ``target[i]``.
+
     Attributes:
-        token: [S] int32, the token that enters the node; -1 at a root.
+        token: [S] int32, the token that enters the node; -1 at a root. In a graph [E], that of the edge.
         first_child: [S+1] int32.
         leaf: [S] int32, index of the leaf that ends here; -1 where none does.
         depth: tokens of the longest path.
         n_leaves: leaves that can come out: names that no collision took the last path of.
         max_token: the largest token id of any path.
         tail: the prompt's text that the paths were tokenized after; ``None`` where unknown.
+        target: [E] int32 in a graph, ``None`` in a tree.
+        sole_leaf: [S] int32 in a graph: index of the leaf that must come out, -1 where it is open.
+        healed: bytes of the prompt's end that each path writes again; see ``n_healed``.
+        n_healed: tokens to take off the prompt's end before the trie begins.
+        model_id: fingerprint of the vocabulary that spelled the choices; ``None`` where ids came from
+            elsewhere.
 
     Example:
         >>> trie = TokenTrie.from_sequences([("REPLY", [5]), ("REPLY_THREAD", [5, 6])])
@@ -73,6 +84,11 @@ class TokenTrie:
     _n_names: int
     _names: _Names | None
     _collided: npt.NDArray[np.int32]
+    target: npt.NDArray[np.int32] | None = None
+    sole_leaf: npt.NDArray[np.int32] | None = None
+    healed: bytes = b""
+    n_healed: int = 0
+    model_id: str | None = None
 
     # --- making one ----------------------------------------------------------------------------
 
@@ -143,8 +159,9 @@ class TokenTrie:
         payload: TokenTreePayload | str | bytes,
         path: str | None = None,
         *,
-        vocab: Tokenizer | None = None,
+        vocab: Llama | Tokenizer | None = None,
         strict: bool = False,
+        model_id: str | None = None,
     ) -> TokenTrie:
         """Build from the wire format: one root a descriptor, or only the one of ``path``.
 
@@ -152,14 +169,16 @@ class TokenTrie:
             payload: the model, or its JSON.
             path: take only this descriptor.
             vocab: check the ids against this vocabulary, and 64 leaves against their names.
-            strict: make a failed comparison of names an error instead of a warning.
+            strict: make what is only doubtful an error instead of a warning; see ``check_vocab``.
+            model_id: what the payload's ``modelId`` must be. Where it is not given, an id of the form that
+                ``trie_sampler.model_id`` makes is compared with the vocabulary's own.
 
         Raises:
             PayloadError: malformed JSON or schema.
             EmptyTrieError: no descriptor, or one without any leaf that has tokens.
             UnknownPathError: no descriptor of that path.
             VocabMismatchError: ids outside the vocabulary, an end-of-generation id in a leaf, or
-                under ``strict`` leaves that do not spell their names.
+                under ``strict`` another model's id, or leaves that do not spell their names.
         """
         if not isinstance(payload, TokenTreePayload):
             payload = TokenTreePayload.from_json(payload)
@@ -171,8 +190,10 @@ class TokenTrie:
         if not descriptors:
             raise EmptyTrieError("the payload has no descriptors, so there is nothing to choose from")
         trie = cls._from_leaves([(d.path, d.leaves) for d in descriptors])
-        if vocab is not None:
-            trie.check_vocab(vocab, strict=strict)
+        tokenizer = None if vocab is None else _as_tokenizer(vocab)
+        _compare_model_ids(payload.model_id, model_id, tokenizer, strict=strict)
+        if tokenizer is not None:
+            trie.check_vocab(tokenizer, strict=strict)
         return trie
 
     @classmethod
@@ -183,6 +204,11 @@ class TokenTrie:
         *,
         prompt: Any = None,
         lead: str = "auto",
+        tokenization: str = "canonical",
+        heal: bool = False,
+        json_value: bool = False,
+        case_fold: bool = False,
+        special: bool = False,
     ) -> TokenTrie:
         """Build from text: each choice tokenized as it continues the prompt.
 
@@ -193,19 +219,76 @@ class TokenTrie:
                 start of a text. The space rules and merges at its end decide the tokens.
             lead: ``""`` or ``" "`` spells every choice so; ``"auto"`` takes no space after
                 whitespace, an opening quote or bracket or a control token, else both spellings.
+            tokenization: ``"canonical"``, one path a spelling, what the model was trained on; ``"every"``,
+                all ways to write it with the vocabulary: what a grammar allows.
+            heal: where the prompt's last tokens would have merged with a choice, begin with the merged
+                ones; take ``n_healed`` tokens off the prompt then.
+            json_value: write choices as JSON values with their closing quote, so that ``red`` and
+                ``redwood`` part at ``"`` against ``w``. Names stay as they are.
+            case_fold: accept each choice also in lower, upper and capitalized letters.
+            special: let a choice's text name control tokens.
 
         Raises:
             EmptyTrieError: no choices, or none with a token.
-            VocabMismatchError: a choice that the vocabulary cannot spell.
-            TypeError, ValueError: ``choices`` or ``lead`` of another kind.
-        """
-        from trie_sampler.llama.vocab import as_tokenizer, prompt_tokens
+            VocabMismatchError: a choice that the vocabulary cannot spell, or with a control token.
+            TypeError, ValueError: an argument of another kind.
 
-        tokenizer = as_tokenizer(llm)
-        normal = Choices.of(choices)
+        Warns:
+            TrieSamplerWarning: the prompt's end would merge with a choice and is not healed.
+
+        Cost: about 30 us a choice and spelling; ``"every"`` 10 us, and once a model 0.5 s for its pieces.
+        """
+        from trie_sampler.llama.vocab import prompt_tokens
+
         prompt_ids = None if prompt is None else prompt_tokens(llm, prompt)
-        spelled = tokenize_choices(tokenizer, normal, prompt_ids, lead=lead)
-        return cls.from_sequences(spelled.paths, tail=spelled.tail)
+        tokenizer = _as_tokenizer(llm)
+        spelled = tokenize_choices(
+            tokenizer,
+            Choices.of(choices),
+            prompt_ids,
+            lead=lead,
+            tokenization=tokenization,
+            heal=heal,
+            json_value=json_value,
+            case_fold=case_fold,
+            special=special,
+        )
+        return cls._from_spelled(tokenizer, spelled)
+
+    @classmethod
+    def _from_spelled(cls, tokenizer: Tokenizer, spelled: Spelled) -> TokenTrie:
+        """The trie of paths that a vocabulary spelled."""
+        trie = cls._from_leaves([("", spelled.paths)], spelled.tail)
+        if spelled.every:
+            trie = trie._written_in_every_way(PieceIndex.of(tokenizer))
+        return replace(
+            trie,
+            healed=spelled.healed,
+            n_healed=spelled.n_healed,
+            model_id=getattr(tokenizer, "fingerprint", None),
+        )
+
+    def _written_in_every_way(self, pieces: PieceIndex) -> TokenTrie:
+        """The graph of all spellings of this trie's leaves, whose tokens are bytes."""
+        states = write_in_every_way(self.token, self.first_child, self.leaf, len(self._roots), pieces)
+        lost = np.setdiff1d(self.leaf, states.leaf)
+        if lost.size:
+            raise VocabMismatchError(f"choice {self._name(int(lost[0]))!r}: this vocabulary cannot write it")
+        collided = self._collided.copy()
+        collided[0] = states.state_of[collided[0]]
+        return TokenTrie._from_arrays(
+            states.token,
+            states.first_child,
+            states.leaf,
+            states.depth,
+            self.tail,
+            self._roots,
+            self._n_names,
+            self._names,
+            collided[:, collided[0] >= 0],
+            states.target,
+            states.sole_leaf,
+        )
 
     @classmethod
     def _from_leaves(
@@ -308,21 +391,28 @@ class TokenTrie:
         n_names: int,
         names: _Names | None,
         collided: npt.NDArray[np.int32],
+        target: npt.NDArray[np.int32] | None = None,
+        sole_leaf: npt.NDArray[np.int32] | None = None,
+        *origin: Any,
     ) -> TokenTrie:
         """Freeze arrays. Kernels index logits by token unchecked, so a negative one is refused here."""
-        for array in (token, first_child, leaf):
-            array.setflags(write=False)
-        ids = token[len(roots) :]
+        for array in (token, first_child, leaf, target, sole_leaf):
+            if array is not None:
+                array.setflags(write=False)
+        ids = token[len(roots) :] if target is None else token
         if ids.size and ids.min() < 0:
             raise TrieSamplerError("damaged trie: 'tokens are ids' does not hold")
         reachable = np.zeros(n_names, bool)
         reachable[leaf[(leaf >= 0) & (leaf < n_names)]] = True
         n_leaves, max_token = int(np.count_nonzero(reachable)), int(token.max(initial=0))
-        return cls(token, first_child, leaf, depth, tail, n_leaves, max_token, roots, n_names, names, collided)
+        counts = (n_leaves, max_token, roots, n_names, names, collided, target, sole_leaf)
+        return cls(token, first_child, leaf, depth, tail, *counts, *origin)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.token, self.first_child, self.leaf, self.depth, self.tail)
-        return TokenTrie._from_arrays, (*fields, self._roots, self._n_names, self._names, self._collided)
+        arrays = (self.token, self.first_child, self.leaf, self.depth, self.tail)
+        names = (self._roots, self._n_names, self._names, self._collided)
+        origin = (self.healed, self.n_healed, self.model_id)
+        return TokenTrie._from_arrays, (*arrays, *names, self.target, self.sole_leaf, *origin)
 
     # --- asking it -----------------------------------------------------------------------------
 
@@ -360,19 +450,21 @@ class TokenTrie:
     @property
     def n_nodes(self) -> int:
         """S, roots included."""
-        return len(self.token)
+        return len(self.leaf)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the three arrays; the names are not counted."""
-        return self.token.nbytes + self.first_child.nbytes + self.leaf.nbytes
+        """Bytes of the arrays; the names are not counted."""
+        arrays = (self.token, self.first_child, self.leaf, self.target, self.sole_leaf)
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def step(self, node: int, token: int) -> int:
         """The node that ``token`` leads to from ``node``, or -1. O(log K)."""
         self._check_node(node)
         if not 0 <= token <= np.iinfo(TOKEN).max:
             return -1
-        return int(find_child_of(self.token, self.first_child, node, token))
+        edge = int(find_child_of(self.token, self.first_child, node, token))
+        return edge if edge < 0 else self._end_of(edge)
 
     def children(self, node: int) -> npt.NDArray[np.int32]:
         """[K] int32 view: the tokens that may follow at ``node``, ascending."""
@@ -391,16 +483,21 @@ class TokenTrie:
         return None if leaf == NO_LEAF else self._name(leaf)
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
-        """The tokens from the root to ``node``. O(D log S)."""
+        """The tokens from the root to ``node``. O(D log S); in a graph one of the ways there, O(D E)."""
         self._check_node(node)
         tokens: list[int] = []
-        while self.token[node] != NO_TOKEN:
-            tokens.append(int(self.token[node]))
-            node = int(np.searchsorted(self.first_child, node, side="right")) - 1
+        while node >= len(self._roots):
+            # An edge is found from the nodes before it: that of the first one is the longest piece.
+            edge = node if self.target is None else int(np.argmax(self.target == node))
+            tokens.append(int(self.token[edge]))
+            node = int(np.searchsorted(self.first_child, edge, side="right")) - 1
         return tuple(reversed(tokens))
 
     def leaves(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """All (name, tokens) that can come out, in node order. O(S D log S): for small tries."""
+        """All (name, tokens) that can come out, in node order; in a graph one path for each leaf end.
+
+        O(S D log S): for small tries.
+        """
         for node in np.flatnonzero(self.leaf != NO_LEAF):
             yield self._name(int(self.leaf[node])), self.path_tokens(int(node))
 
@@ -416,8 +513,8 @@ class TokenTrie:
         return str(leaf) if self._names is None else self._names[leaf]
 
     def _check_node(self, node: int) -> None:
-        if not 0 <= node < len(self.token):
-            raise IndexError(f"node {node} is not in 0 .. {len(self.token) - 1}")
+        if not 0 <= node < self.n_nodes:
+            raise IndexError(f"node {node} is not in 0 .. {self.n_nodes - 1}")
 
     # --- checking it ---------------------------------------------------------------------------
 
@@ -428,18 +525,31 @@ class TokenTrie:
             TrieSamplerError: one does not hold; the message says which.
         """
         first, n_nodes, n_roots = self.first_child, self.n_nodes, len(self._roots)
-        if len(first) != n_nodes + 1 or len(self.leaf) != n_nodes:
+        if len(first) != n_nodes + 1:
             raise TrieSamplerError("damaged trie: 'first_child has S+1 entries' does not hold")
-        inner = np.ones(n_nodes, bool)
+        is_tree = self.target is None
+        n_edges, n_before = len(self.token), n_roots if is_tree else 0
+        if is_tree and n_edges != n_nodes:
+            raise TrieSamplerError("damaged trie: 'token has S entries' does not hold")
+        inner = np.ones(n_edges, bool)
         # Siblings ascend: only a family's first member may have a smaller token than its neighbour.
-        inner[: min(n_roots, n_nodes)] = False
-        inner[first[:-1][(first[:-1] >= 0) & (first[:-1] < n_nodes)]] = False
+        inner[: min(n_before, n_edges)] = False
+        inner[first[:-1][(first[:-1] >= 0) & (first[:-1] < n_edges)]] = False
         checks = {
-            "roots come first": bool(np.all(self.token[:n_roots] == NO_TOKEN)),
-            "children follow the roots": first[0] == n_roots and first[-1] == n_nodes,
+            "roots come first": self.target is not None or bool(np.all(self.token[:n_roots] == NO_TOKEN)),
+            "every edge has a target": self.target is None or len(self.target) == n_edges,
+            "children follow the roots": first[0] == n_before and first[-1] == n_edges,
             "first_child ascends": bool(np.all(np.diff(first) >= 0)),
-            "children come after parents": bool(np.all(first[:-1] > np.arange(n_nodes))),
-            "tokens are ids": bool(np.all(self.token[n_roots:] >= 0)),
+        }
+        if all(checks.values()):
+            ends = np.arange(n_before, n_edges) if self.target is None else self.target
+            parents = np.repeat(np.arange(n_nodes), np.diff(first))
+            checks |= {
+                "children come after parents": bool(np.all(ends > parents)),
+                "targets are nodes": bool(np.all(ends < n_nodes)),
+            }
+        checks |= {
+            "tokens are ids": bool(np.all(self.token[n_before:] >= 0)),
             "siblings ascend": bool(np.all(np.diff(self.token)[inner[1:]] > 0)),
             "leaf indices are in range": bool(np.all((self.leaf >= -1) & (self.leaf < self._n_names))),
             "every branch ends in a leaf": bool(np.all((np.diff(first) > 0) | (self.leaf >= 0))),
@@ -451,42 +561,83 @@ class TokenTrie:
     def check_vocab(self, vocab: Tokenizer, *, strict: bool = False) -> None:
         """Check that the paths belong to a vocabulary.
 
+        Doubtful, a warning: it was spelled by another vocabulary; leaves (of 64 looked at) that do not
+        spell their names; every leaf begins with a control token, as where a tokenizer added BOS.
+        A warning in any case: some leaves begin with a space that their name has not, and some do not.
+
         Args:
             vocab: the vocabulary at hand.
-            strict: raise, instead of warn, where leaves do not spell their names.
+            strict: raise where it is doubtful.
 
         Raises:
-            VocabMismatchError: an id >= V, an end-of-generation id inside a leaf, or under
-                ``strict`` a leaf (of 64 looked at) whose tokens do not spell its name.
+            VocabMismatchError: an id >= V, an end-of-generation id inside a leaf, or, under ``strict``,
+                what is doubtful.
         """
         if self.max_token >= vocab.n_vocab:
-            self._refuse_token(int(np.argmax(self.token >= vocab.n_vocab)), f"V is {vocab.n_vocab}")
-        for token in np.unique(self.token[len(self._roots) :]).tolist():
+            self._refuse_edge(int(np.argmax(self.token >= vocab.n_vocab)), f"V is {vocab.n_vocab}")
+        for token in np.unique(self.token[self.token != NO_TOKEN]).tolist():
             if vocab.is_eog(token):
-                self._refuse_token(int(np.argmax(self.token == token)), "it ends the generation")
+                self._refuse_edge(int(np.argmax(self.token == token)), "it ends the generation")
+        theirs = getattr(vocab, "fingerprint", None)
+        if self.model_id is not None and self.model_id == theirs:
+            return
+        sample = list(self._sample_leaves(vocab))
+        doubts = self._find_doubts(vocab, sample)
+        if self.model_id is not None and theirs is not None:
+            doubts = [f"the trie was made with another vocabulary: {self.model_id}, not {theirs}"]
+        for doubt in doubts:
+            if strict:
+                raise VocabMismatchError(doubt)
+            warn(doubt)
+        if not doubts:
+            self._report_mixed_leads(sample)
+
+    def _find_doubts(self, vocab: Tokenizer, sample: Sequence[tuple[str, str]]) -> list[str]:
+        """What speaks against leaves that come as ids, in sentences."""
+        doubts = []
+        firsts = {int(token) for root in self._roots.values() for token in self.children(root)}
+        if all(map(vocab.is_control, firsts)):
+            doubts.append(
+                f"every leaf begins with a control token ({min(firsts)}), as where a tokenizer added BOS: "
+                "tokenize without it"
+            )
+        wrong = [f"{name!r} is spelled {text!r} here" for name, text in sample if text.strip() != name.strip()]
+        if wrong:
+            doubts.append(f"leaves that do not spell their names, perhaps of another model: {_some(wrong)}")
+        return doubts
+
+    def _report_mixed_leads(self, sample: Sequence[tuple[str, str]]) -> None:
+        """Warn where the model would weigh tokens of two kinds; leaves with several paths mean it so."""
+        if np.count_nonzero(self.leaf != NO_LEAF) != self.n_leaves:
+            return
+        spaced = [repr(name) for name, text in sample if text == f" {name}"]
+        plain = [repr(name) for name, text in sample if text == name]
+        if spaced and plain:
+            warn(f"some leaves begin with a space ({_some(spaced)}) and some do not ({_some(plain)})")
+
+    def _sample_leaves(self, vocab: Tokenizer) -> Iterator[tuple[str, str]]:
+        """(name, text that its tokens spell) of 64 leaves spread over the trie."""
         terminals = np.flatnonzero(self.leaf != NO_LEAF)
         picked = terminals[np.linspace(0, len(terminals) - 1, _N_SAMPLED_LEAVES).astype(int)]
-        wrong = []
         for node in dict.fromkeys(picked.tolist()):
-            name, tokens = self._name(int(self.leaf[node])), self.path_tokens(node)
-            text = vocab.detokenize(tokens).decode("utf-8", "replace")
-            if text.strip() != name.strip():
-                wrong.append(f"{name!r} is spelled {text!r} here")
-        if wrong:
-            message = f"leaves that do not spell their names, perhaps of another model: {_some(wrong)}"
-            if strict:
-                raise VocabMismatchError(message)
-            warn(message)
+            tokens = self.path_tokens(node)
+            # A control token is shown by its text, which may be the name.
+            special = {"special": True} if any(map(vocab.is_control, tokens)) else {}
+            yield self._name(int(self.leaf[node])), vocab.detokenize(tokens, **special).decode("utf-8", "replace")
 
-    def _refuse_token(self, node: int, why: str) -> None:
-        path = self.path_tokens(node)
-        leaf = node
-        while self.leaf[leaf] == NO_LEAF:
-            leaf = int(self.first_child[leaf])
+    def _refuse_edge(self, edge: int, why: str) -> NoReturn:
+        node = self._end_of(edge)
+        parent = int(np.searchsorted(self.first_child, edge, side="right")) - 1
+        place = len(self.path_tokens(parent))
+        while self.leaf[node] == NO_LEAF:
+            node = self._end_of(int(self.first_child[node]))
         raise VocabMismatchError(
-            f"leaf {self.leaf_name(leaf)!r}: token {path[-1]} at index {len(path) - 1} "
+            f"leaf {self.leaf_name(node)!r}: token {self.token[edge]} at index {place} "
             f"cannot be part of a choice: {why}"
         )
+
+    def _end_of(self, edge: int) -> int:
+        return edge if self.target is None else int(self.target[edge])
 
     def __repr__(self) -> str:
         """Counts, not contents: a trie may hold millions of leaves."""
@@ -532,6 +683,25 @@ def _settle_collisions(
         leaf[node] = winner
         settled += [(node, loser) for loser in losers]
     return np.array(settled, LEAF).T
+
+
+def _as_tokenizer(llm: Llama | Tokenizer) -> Tokenizer:
+    """The vocabulary of a ``Llama``; the adapter is loaded only where one is at hand."""
+    from trie_sampler.llama.vocab import as_tokenizer
+
+    return as_tokenizer(llm)
+
+
+def _compare_model_ids(found: str, wanted: str | None, vocab: Tokenizer | None, *, strict: bool) -> None:
+    """Tell a payload of another model by its id, where that says something."""
+    if wanted is None and found.startswith(FINGERPRINT_FORM):
+        wanted = getattr(vocab, "fingerprint", None)
+    if wanted is None or found == wanted:
+        return
+    message = f"the payload is of model {found!r}, not of {wanted!r}"
+    if strict:
+        raise VocabMismatchError(message)
+    warn(message)
 
 
 def _token_array(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:

@@ -11,12 +11,12 @@ import llama_cpp
 from llama_cpp import Llama
 
 from trie_sampler.binding import Binding
+from trie_sampler.choices import ChoicesLike, Spelling
 from trie_sampler.cursor import TrieCursor, as_mode
 from trie_sampler.errors import EngineError, TrieSamplerError
 from trie_sampler.llama.sampler import TokenTrieHandle, new_sampler, token_trie_handle
 from trie_sampler.llama.vocab import as_tokenizer, require_engine
 from trie_sampler.payload import TokenTreePayload
-from trie_sampler.tokens import ChoicesLike
 from trie_sampler.trie import TokenTrie
 
 _HOOKED = ("_create_completion", "generate")
@@ -68,10 +68,10 @@ def native_sampling(
     mode: str | int = "greedy",
     *,
     path: str | None = None,
-    lead: str = "auto",
     on_end: str = "mass",
     max_span_tokens: int = 500,
     strict: bool = False,
+    **spelling: Any,
 ) -> Iterator[NativeSampling]:
     """Constrain what ``create_completion``, ``create_chat_completion`` and ``generate`` give within the block.
 
@@ -85,10 +85,11 @@ def native_sampling(
         mode: "greedy" leaves one token whatever the host's temperature; "sampled" leaves the options
             to the host's filters, temperature and draw.
         path: descriptor to start in, where there are several.
-        lead: see ``TokenTrie.from_choices``.
         on_end: see ``TrieCursor``; under "release" free text follows the choice.
         max_span_tokens: see ``TrieCursor``.
         strict: see ``TokenTrie.check_vocab``.
+        spelling: ``lead``, ``tokenization``, ``json_value``, ``case_fold``, ``special`` of
+            ``TokenTrie.from_choices``; ``heal`` is refused, for the prompt is the host's.
 
     Yields:
         ``NativeSampling``: ``max_tokens`` for the host, ``handle`` on the latest sampler.
@@ -112,7 +113,12 @@ def native_sampling(
     tokenizer = as_tokenizer(llm)
     if on_end != "release" and not tokenizer.eog_ids:
         raise TrieSamplerError("this model names no end-of-generation token, so a choice cannot end")
-    binding = Binding.of(tokenizer, source, path=path, lead=lead, strict=strict)
+    wanted = Spelling.take_from(spelling)
+    if spelling:
+        raise TypeError(f"native_sampling() got an unexpected keyword argument {next(iter(spelling))!r}")
+    if wanted.heal:
+        raise ValueError("heal=True needs the prompt: use choose, or prepare of a TrieLogitsProcessor")
+    binding = Binding.of(tokenizer, source, path=path, strict=strict, spelling=wanted)
 
     def make_cursor(trie: TokenTrie) -> TrieCursor:
         eog_ids = tokenizer.eog_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -17,17 +17,20 @@ from llama_cpp import Llama, LogitsProcessorList, StoppingCriteriaList
 
 from trie_sampler.binding import Binding
 from trie_sampler.choice import Choice
+from trie_sampler.choices import ChoicesLike, Spelling
 from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode
 from trie_sampler.errors import EngineError, TrieSamplerError, UnknownPathError, warn
 from trie_sampler.layout import NO_TOKEN
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens
 from trie_sampler.payload import TokenTreePayload
-from trie_sampler.tokens import ChoicesLike
 from trie_sampler.trie import TokenTrie
 
 _ANOTHER_LLAMA = "this constraint was made for another Llama; make one for each"
 _TWO_STREAMS = "two streams are open at once on this Llama; the older one cannot go on"
 
+
+_N_PREPARED = 64
+"""Prompts that were prepared last and are known again."""
 
 _N_OPEN_STREAMS = 16
 """Older generations of a constraint that are still watched."""
@@ -45,6 +48,7 @@ class _Generation:
     steps: list[Step] = field(default_factory=list)
     valid_mass: float | None = None
     beside_grammar: bool = False
+    is_unhealed: bool = False
     error: BaseException | None = None
 
     def goes_on_with(self, input_ids: npt.NDArray[np.intc]) -> bool:
@@ -165,21 +169,21 @@ class TrieLogitsProcessor(LogitsProcessorList):
         cursor = TrieCursor(trie, path=path, **self._settings)
         self._cursor = cursor if binding.trie is not None else None
         self._generation: _Generation | None = None
+        self._prepared: OrderedDict[tuple[int, ...], TokenTrie] = OrderedDict()
         self._older: deque[_Generation] = deque(maxlen=_N_OPEN_STREAMS)
         # Whose detokenize stands in after an error, by which function, and what for.
         self._hook: tuple[Llama, Any, Any] | None = None
 
     @classmethod
-    def from_choices(
-        cls, llm: Llama, choices: ChoicesLike | TokenTrie, *, lead: str = "auto", **settings: Any
-    ) -> TrieLogitsProcessor:
+    def from_choices(cls, llm: Llama, choices: ChoicesLike | TokenTrie, **settings: Any) -> TrieLogitsProcessor:
         """Constrain to choices, tokenized anew behind each prompt that the host brings.
 
         Args:
             llm: the model the constraint will be used with, and no other.
             choices: list of strings, dict name -> text, ``Enum`` class, ``Literal`` or ``TokenTrie``.
-            lead: see ``TokenTrie.from_choices``.
-            settings: ``mode`` ("greedy", "sampled", or the reference's 0 and 1); for "sampled":
+            settings: ``lead``, ``tokenization``, ``heal``, ``json_value``, ``case_fold`` and ``special`` (see
+                ``TokenTrie.from_choices``; with ``heal`` give the host the ids that ``prepare`` makes of a
+                prompt); ``mode`` ("greedy", "sampled", or the reference's 0 and 1); for "sampled":
                 ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed`` (see ``Sampling``);
                 ``path`` (of a trie with several descriptors); ``on_end`` ("mass" or "eog") and
                 ``on_fault`` ("warn" or "raise") (see ``TrieCursor``); ``valid_mass=True`` to
@@ -190,7 +194,8 @@ class TrieLogitsProcessor(LogitsProcessorList):
             ValueError: a setting out of range.
             TypeError: choices of another kind.
         """
-        return cls(llm, Binding.of(as_tokenizer(llm), choices, lead=lead), **settings)
+        spelling = Spelling.take_from(settings)
+        return cls(llm, Binding.of(as_tokenizer(llm), choices, spelling=spelling), **settings)
 
     @classmethod
     def from_payload(
@@ -200,6 +205,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
         path: str | None = None,
         *,
         strict: bool = False,
+        model_id: str | None = None,
         **settings: Any,
     ) -> TrieLogitsProcessor:
         """Constrain to the leaves of a payload.
@@ -212,7 +218,8 @@ class TrieLogitsProcessor(LogitsProcessorList):
         """
         if not isinstance(payload, TokenTreePayload):
             payload = TokenTreePayload.from_json(payload)
-        return cls(llm, Binding.of(as_tokenizer(llm), payload, path=path, strict=strict), **settings)
+        binding = Binding.of(as_tokenizer(llm), payload, path=path, strict=strict, model_id=model_id)
+        return cls(llm, binding, **settings)
 
     # --- what a caller asks --------------------------------------------------------------------
 
@@ -241,7 +248,8 @@ class TrieLogitsProcessor(LogitsProcessorList):
             Exception: what went wrong while sampling.
 
         Warns:
-            TrieSamplerWarning: the ``Llama`` has generated since without this constraint.
+            TrieSamplerWarning: the ``Llama`` has generated since without this constraint; under ``heal`` the
+                host was given a prompt that was not prepared and needed it.
         """
         generation = self._generation
         if generation is None:
@@ -253,6 +261,11 @@ class TrieLogitsProcessor(LogitsProcessorList):
             self._raise_error(generation.error)
         if generation.loop is not None and generation.sampler() is not self._llm._sampler:
             warn("this Llama has generated since without this constraint; the result is the earlier one's")
+        if generation.is_unhealed:
+            warn(
+                "the prompt's end would have merged with a choice and was not healed: give the host the ids of "
+                "prepare(prompt), not the prompt"
+            )
         final = generation.final_cursor()
         if final is None:
             raise TrieSamplerError("the constraint was released all the time; activate(path) arms it")
@@ -286,13 +299,40 @@ class TrieLogitsProcessor(LogitsProcessorList):
         if self._cursor is not None:
             self._cursor.deactivate()
 
+    def prepare(self, prompt: Prompt) -> list[int]:
+        """The ids to give the host for a prompt: without the last ones where ``heal`` takes them back.
+
+        The host evaluates the prompt before it calls the constraint, so healing has to come first.
+
+        Args:
+            prompt: text, token ids or chat messages.
+
+        Returns:
+            Ids, for ``create_completion(ids, ...)``; without ``heal`` all of the prompt's.
+
+        Raises:
+            as ``TokenTrie.from_choices``.
+
+        Example:
+            >>> constraint = TrieLogitsProcessor.from_choices(llm, ["//a", "//b"], heal=True)  # doctest: +SKIP
+            >>> llm.create_completion(constraint.prepare("http:"), logits_processor=constraint,
+            ...                       max_tokens=constraint.max_tokens)                        # doctest: +SKIP
+        """
+        trie, ids = self._binding.prepare(prompt_tokens(self._llm, prompt))
+        self._prepared[tuple(ids)] = trie
+        self._prepared.move_to_end(tuple(ids))
+        if len(self._prepared) > _N_PREPARED:
+            self._prepared.popitem(last=False)
+        return ids
+
     def bind(self, prompt: Prompt) -> TokenTrie:
         """The trie that constrains what follows this prompt; made now if it is not known yet.
 
         Raises:
             as ``TokenTrie.from_choices``.
         """
-        return self._binding.trie_behind(prompt_tokens(self._llm, prompt))
+        ids = prompt_tokens(self._llm, prompt)
+        return self._prepared.get(tuple(ids)) or self._binding.trie_behind(ids)
 
     # --- as a list of processors ---------------------------------------------------------------
 
@@ -375,7 +415,11 @@ class TrieLogitsProcessor(LogitsProcessorList):
             raise TrieSamplerError(
                 "a grammar beside the constraint is refused: llama.cpp ends the process where the two disagree"
             )
-        trie = self._binding.trie_behind(input_ids.tolist())
+        ids = input_ids.tolist()
+        trie = self._prepared.get(tuple(ids))
+        if trie is None:
+            generation.is_unhealed = self._binding.needs_healing(ids)
+            trie = self._binding.trie_behind(ids)
         before = self._cursor
         if before is None or before.trie is not trie:
             self._cursor = TrieCursor(trie, path=self._path, **self._settings)
