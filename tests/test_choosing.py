@@ -504,13 +504,9 @@ def test_one_pass_of_meaning(llm: Llama) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["Hi!", "Hi! "])
-def test_nonsense_never_wins(llm: Llama, prompt: str, request: pytest.FixtureRequest) -> None:
-    if prompt.endswith(" ") and "SmolLM2" in llm.model_path:
-        reason = "a lone space token, which this model never saw before a word: needs heal=True (design, section 6)"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrieSamplerWarning)
-        choice = choose(llm, prompt, ["Hello", "Goodbye", "^*B^&A"])
+def test_nonsense_never_wins(llm: Llama, prompt: str) -> None:
+    """A lone space before a word is no text that a model was trained on; healing takes it back."""
+    choice = choose(llm, prompt, ["Hello", "Goodbye", "^*B^&A"], heal=True)
     assert choice.name in {"Hello", "Goodbye"}
 
 

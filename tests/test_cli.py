@@ -16,6 +16,7 @@ from typing import Any
 
 import models
 import pytest
+from llama_cpp import Llama
 
 import trie_sampler
 from trie_sampler import cli, demo
@@ -74,7 +75,9 @@ def the_only_line(text: str) -> str:
 # --- help, version, imports -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("command", "n_examples"), [((), 3), (("choose",), 4), (("demo",), 2)])
+@pytest.mark.parametrize(
+    ("command", "n_examples"), [((), 5), (("choose",), 4), (("payload",), 2), (("inspect",), 3), (("demo",), 2)]
+)
 def test_help_has_examples(run: Run, command: tuple[str, ...], n_examples: int) -> None:
     code, out, err = run(*command, "--help")
     assert (code, err) == (0, "")
@@ -213,7 +216,21 @@ def test_a_prompt_from_the_command_line_is_taken_as_it_is(choose: Run, calls: li
 def test_settings_reach_the_library(choose: Run, calls: list[SimpleNamespace]) -> None:
     sampling = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--seed", "7"]
     code, _, err = choose(
-        "--prompt", "kind:", "--choice", "yes", "--method", "sample", *sampling, "--lead", "space", "--n-ctx", 700
+        "--prompt",
+        "kind:",
+        "--choice",
+        "yes",
+        "--method",
+        "sample",
+        *sampling,
+        "--lead",
+        "space",
+        "--n-ctx",
+        700,
+        "--every",
+        "--case-fold",
+        "--json-value",
+        "--heal",
     )
     assert (code, err) == (0, "")
     (call,) = calls
@@ -223,6 +240,10 @@ def test_settings_reach_the_library(choose: Run, calls: list[SimpleNamespace]) -
         "choices": ["yes"],
         "method": "sample",
         "lead": " ",
+        "tokenization": "every",
+        "case_fold": True,
+        "json_value": True,
+        "heal": True,
         "valid_mass": False,
         "temperature": 0.5,
         "top_k": 3,
@@ -230,6 +251,91 @@ def test_settings_reach_the_library(choose: Run, calls: list[SimpleNamespace]) -
         "min_p": 0.1,
         "seed": 7,
     }
+
+
+# --- payload, inspect -------------------------------------------------------------------------------------------------
+
+
+def test_payload_is_what_the_library_makes(run: Run, tiny_model_path: Path, tiny: Llama) -> None:
+    code, out, err = run("payload", "--model", tiny_model_path, "--path", "kind", "--prompt", "x:", "--choice", "ab")
+    assert (code, err) == (0, "")
+    payload = trie_sampler.TokenTreePayload.from_json(the_only_line(out))
+    assert payload.model_id == trie_sampler.model_id(tiny)
+    assert [descriptor.path for descriptor in payload.descriptors] == ["kind"]
+    ref = trie_sampler.TokenTrie.from_choices(tiny, ["ab"], prompt="x:")
+    comp = {(leaf.name, leaf.tokens) for leaf in payload.descriptors[0].leaves}
+    assert comp == set(ref.leaves())
+    assert trie_sampler.TokenTrie.from_payload(payload, vocab=tiny, strict=True).n_leaves == 1
+
+
+def test_inspect_a_payload(run: Run, tmp_path: Path) -> None:
+    leaves = [{"name": "RED", "tokens": [5]}, {"name": "REDWOOD", "tokens": [5, 6, 7]}, {"name": "BLUE", "tokens": [8]}]
+    file = tmp_path / "payload.json"
+    file.write_text(json.dumps({"modelId": "m", "descriptors": [{"path": "colour", "leaves": leaves}]}))
+    code, out, err = run("inspect", file)
+    assert (code, err) == (0, "")
+    counts = {name: value for name, _, value in (line.partition(" ") for line in out.splitlines()[:10])}
+    numbers = {name: int(value) for name, value in counts.items()}
+    assert numbers == {
+        "leaves": 3, "nodes": 5, "edges": 4, "depth": 3, "branches": 2,
+        "forced": 1, "prefixes": 1, "widest": 2, "bytes": 64, "collisions": 0,
+    }  # fmt: skip
+    assert [line.strip(" │├└─") for line in out.splitlines()[10:]] == [
+        "3 choices", "colour", "5  = RED", "6 7  = REDWOOD", "8  = BLUE",
+    ]  # fmt: skip
+    code, out, err = run("inspect", file, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(the_only_line(out))["n_leaves"] == 3
+
+
+def test_inspect_choices_shows_the_text_of_tokens(run: Run, tiny_model_path: Path) -> None:
+    code, out, err = run("inspect", "--model", tiny_model_path, "--choice", "ab", "--choice", "ac", "--lead", "none")
+    assert (code, err) == (0, "")
+    assert "'ab'  = ab" in out
+    assert {"= ab", "= ac"} == {line[line.index("= ") :] for line in out.splitlines() if "= " in line}
+
+
+def test_inspect_never_draws_more_than_asked(run: Run, tiny_model_path: Path) -> None:
+    choices = [word for i in range(50) for word in ("--choice", f"{i:02}")]
+    code, out, _ = run("inspect", "--model", tiny_model_path, *choices, "--lead", "none", "--max-lines", 7)
+    assert code == 0
+    drawn = out.splitlines()[11:]
+    assert sum("more" not in line for line in drawn) == 7
+    assert any("more" in line for line in drawn)
+
+
+def test_inspect_tells_of_names_that_cannot_come_out(run: Run, tiny_model_path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "choices.json"
+    file.write_text('{"b": "same", "a": "same"}')
+    code, out, err = run("inspect", "--model", tiny_model_path, "--choices-file", file, "--lead", "none")
+    assert code == 0
+    assert "b" in the_only_line(err)
+    assert "can never come out" in err
+    assert "= a" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "give a payload, or --choice"),
+        (("p.json", "--choice", "a"), "give a payload, or --choice"),
+        (("--choice", "a"), "choices need --model"),
+        (("--choice", "a", "--max-lines", "-1"), "not a number of lines"),
+    ],
+)
+def test_inspect_wrong_usage(run: Run, arguments: tuple[str, ...], reason: str) -> None:
+    code, out, err = run("inspect", *arguments)
+    assert (code, out) == (2, "")
+    assert reason in err
+
+
+def test_inspect_a_file_that_is_no_payload(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "payload.json"
+    file.write_text('{"descriptors": 1}')
+    code, out, err = run("inspect", file)
+    assert (code, out) == (1, "")
+    assert "descriptors" in the_only_line(err)
+    assert run("inspect", tmp_path / "none.json")[0] == 1
 
 
 def test_defaults_are_the_librarys(choose: Run, calls: list[SimpleNamespace]) -> None:

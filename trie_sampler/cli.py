@@ -1,4 +1,4 @@
-"""The ``trie-sampler`` command: one choice from the shell, and a demo.
+"""The ``trie-sampler`` command: one choice from the shell, payloads, a look into tries, and a demo.
 
 numba, llama_cpp and rich are imported once a command needs them, so that ``--help`` answers at once.
 """
@@ -34,12 +34,16 @@ _GGML_LOG_LEVEL_ERROR, _GGML_LOG_LEVEL_CONT = 4, 5
 
 _LEADS = {"auto": "auto", "none": "", "space": " "}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_HEAL_HELP = "take back the prompt's last tokens where they would have merged with a choice"
+_N_SHOWN = 10
 _INSTALL_DEMO = 'pip install "trie_sampler[demo]"'
 
 _EXAMPLES = """\
 examples:
   trie-sampler choose --model model.gguf --prompt "The opposite of hot is" --choice cold --choice warm
   trie-sampler choose --model model.gguf --chat --choices-file labels.txt < question.txt
+  trie-sampler payload --model model.gguf --choices-file actions.txt > actions.json
+  trie-sampler inspect actions.json --model model.gguf
   trie-sampler demo
 """
 _CHOOSE_EXAMPLES = """\
@@ -51,6 +55,17 @@ examples:
       --method sample --temperature 0.7 --seed 1
 
 exit codes: 0 a choice was printed; 1 it was not, stderr says why; 2 wrong usage; 130 interrupted
+"""
+_PAYLOAD_EXAMPLES = """\
+examples:
+  trie-sampler payload --model model.gguf --choices-file actions.txt --path action > actions.json
+  trie-sampler payload --model model.gguf --choice red --choice redwood --json-value --prompt '{"color": "'
+"""
+_INSPECT_EXAMPLES = """\
+examples:
+  trie-sampler inspect actions.json
+  trie-sampler inspect actions.json --model model.gguf
+  trie-sampler inspect --model model.gguf --choices-file labels.txt --prompt "Label:"
 """
 _DEMO_EXAMPLES = """\
 examples:
@@ -118,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{_PROG} {trie_sampler.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_choose(commands)
+    _add_payload(commands)
+    _add_inspect(commands)
     _add_demo(commands)
     return parser
 
@@ -145,21 +162,10 @@ def _add_choose(commands: Any) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, in the chat template")
 
-    group = parser.add_argument_group("choices", "one of these")
-    choices = group.add_mutually_exclusive_group(required=True)
-    choices.add_argument("--choice", action="append", metavar="TEXT", help="one choice; give it once for each")
-    choices.add_argument(
-        "--choices-file",
-        type=Path,
-        metavar="FILE",
-        help="UTF-8, one choice a line; or *.json with a list of texts, or an object name -> text",
-    )
-    parser.add_argument(
-        "--lead",
-        choices=_LEADS,
-        default="auto",
-        help="a space before the choice: auto lets the model decide where the prompt leaves it open (default: auto)",
-    )
+    _add_choices(parser, required=True)
+    spelling = _add_spelling(parser)
+    spelling.add_argument("--every", action="store_true", help="allow every way to write a choice, as a grammar does")
+    spelling.add_argument("--heal", action="store_true", help=_HEAL_HELP)
 
     method = parser.add_argument_group("method")
     method.add_argument(
@@ -184,6 +190,88 @@ def _add_choose(commands: Any) -> None:
         help="measure how much of the model's own next token went to the choices; shown with --json",
     )
     parser.add_argument("--json", action="store_true", help="print the choice and its numbers as one line of JSON")
+
+
+def _add_choices(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    group = parser.add_argument_group("choices", "one of these")
+    choices = group.add_mutually_exclusive_group(required=required)
+    choices.add_argument("--choice", action="append", metavar="TEXT", help="one choice; give it once for each")
+    choices.add_argument(
+        "--choices-file",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8, one choice a line; or *.json with a list of texts, or an object name -> text",
+    )
+
+
+def _add_spelling(parser: argparse.ArgumentParser) -> Any:
+    """Options of how choices become tokens."""
+    group = parser.add_argument_group("spelling")
+    group.add_argument(
+        "--lead",
+        choices=_LEADS,
+        default="auto",
+        help="a space before the choice: auto lets the model decide where the prompt leaves it open (default: auto)",
+    )
+    group.add_argument("--json-value", action="store_true", help="write the choice as a JSON value, with its quotes")
+    group.add_argument("--case-fold", action="store_true", help="also accept lower, upper and capitalized letters")
+    return group
+
+
+def _add_payload(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "payload",
+        help="write choices as the JSON that native samplers read",
+        description="Tokenize choices and print them as a token tree payload, the JSON that native samplers read.\n"
+        "Only the vocabulary of the model is loaded.",
+        epilog=_PAYLOAD_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run_payload, parser=parser)
+    parser.add_argument("--model", required=True, type=Path, metavar="FILE", help="the model, a GGUF file")
+    parser.add_argument("--path", default="choice", help="the path of the descriptor (default: choice)")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the choice will follow; its end decides the tokens")
+    _add_choices(parser, required=True)
+    _add_spelling(parser)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "inspect",
+        help="show what a payload or a set of choices looks like as a trie",
+        description="Show a payload, or choices and a model's vocabulary, as a trie: counts, a drawn tree, warnings.",
+        epilog=_INSPECT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run_inspect, parser=parser)
+    parser.add_argument("payload", nargs="?", type=Path, metavar="PAYLOAD", help="a payload's JSON; - is stdin")
+    parser.add_argument("--model", type=Path, metavar="FILE", help="shows tokens by their text, and checks them")
+    parser.add_argument("--path", help="show only this descriptor of the payload")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the choices follow")
+    _add_choices(parser, required=False)
+    spelling = _add_spelling(parser)
+    spelling.add_argument("--every", action="store_true", help="allow every way to write a choice, as a grammar does")
+    spelling.add_argument("--heal", action="store_true", help=_HEAL_HELP)
+    parser.add_argument(
+        "--max-lines", type=_line_count, default=40, metavar="N", help="nodes drawn at most (default: 40)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the counts alone, as one line of JSON")
+
+
+def _line_count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"{count} is not a number of lines")
+    return count
+
+
+def _spelling_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keywords of ``from_choices`` that were asked for."""
+    flags = {name: True for name in ("json_value", "case_fold", "heal") if getattr(arguments, name, False)}
+    every = {"tokenization": "every"} if getattr(arguments, "every", False) else {}
+    return {"lead": _LEADS[arguments.lead], **flags, **every}
 
 
 def _add_demo(commands: Any) -> None:
@@ -230,7 +318,7 @@ def _run_choose(arguments: argparse.Namespace) -> None:
                 prompt,
                 choices,
                 method=arguments.method,
-                lead=_LEADS[arguments.lead],
+                **_spelling_of(arguments),
                 valid_mass=arguments.valid_mass,
                 **settings,
             )
@@ -307,11 +395,72 @@ def _require_text(text: str, source: str) -> None:
         raise _CommandError(f"{source}: {text!r:.80} is not valid UTF-8 text") from error
 
 
+# --- payload, inspect --------------------------------------------------------------------------
+
+
+def _run_payload(arguments: argparse.Namespace) -> None:
+    choices = _read_choices(arguments)
+    with _loaded(arguments.model, vocab_only=True) as llm:
+        trie = _trie_of(llm, choices, arguments)
+        leaves = tuple(trie_sampler.TokenSequence(name=name, tokens=tokens) for name, tokens in trie.leaves())
+        descriptor = trie_sampler.TokenTreeDescriptor(path=arguments.path, leaves=leaves)
+        payload = trie_sampler.TokenTreePayload(model_id=trie_sampler.model_id(llm), descriptors=(descriptor,))
+    print(payload.to_json())
+
+
+def _run_inspect(arguments: argparse.Namespace) -> None:
+    from_choices = arguments.choice is not None or arguments.choices_file is not None
+    if from_choices == (arguments.payload is not None):
+        arguments.parser.error("give a payload, or --choice or --choices-file")
+    if from_choices and arguments.model is None:
+        arguments.parser.error("choices need --model, whose vocabulary tokenizes them")
+    with contextlib.ExitStack() as stack:
+        llm = None if arguments.model is None else stack.enter_context(_loaded(arguments.model, vocab_only=True))
+        if from_choices:
+            trie = _trie_of(llm, _read_choices(arguments), arguments)
+        else:
+            content = (
+                _decoded(sys.stdin.buffer.read(), "stdin")
+                if str(arguments.payload) == "-"
+                else _read_text(arguments.payload)
+            )
+            trie = trie_sampler.TokenTrie.from_payload(content, arguments.path, vocab=llm)
+        _show_trie(trie, llm, arguments)
+
+
+def _trie_of(llm: Any, choices: Any, arguments: argparse.Namespace) -> trie_sampler.TokenTrie:
+    return trie_sampler.TokenTrie.from_choices(llm, choices, prompt=arguments.prompt, **_spelling_of(arguments))
+
+
+def _show_trie(trie: trie_sampler.TokenTrie, llm: Llama | None, arguments: argparse.Namespace) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("rich") is None:
+        raise _CommandError(f"to look into tries needs rich: {_INSTALL_DEMO}")
+    from rich.console import Console
+
+    from trie_sampler.llama.vocab import as_tokenizer
+    from trie_sampler.outline import Facts, draw
+
+    facts = Facts.of(trie)
+    if arguments.json:
+        print(_json_line(dataclasses.asdict(facts)))
+        return
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    for name, value in dataclasses.asdict(facts).items():
+        console.print(f"{name.removeprefix('n_'):<10} {value:>12,}")
+    for collision in trie.collisions[:_N_SHOWN]:
+        _say("warning", f"{collision.dropped!r} has the tokens of {collision.kept!r} and can never come out")
+    if trie.n_healed:
+        console.print(f"{'healed':<10} {trie.healed.decode('utf-8', 'replace')!r:>12}")
+    console.print(draw(trie, None if llm is None else as_tokenizer(llm), max_lines=arguments.max_lines))
+
+
 # --- the model ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _loaded(file: Path, n_ctx: int) -> Iterator[Llama]:
+def _loaded(file: Path, n_ctx: int = 512, *, vocab_only: bool = False) -> Iterator[Llama]:
     """The model, with what llama.cpp has to say kept off the terminal."""
     with file.open("rb") as content:
         magic = content.read(len(_GGUF_MAGIC))
@@ -322,7 +471,7 @@ def _loaded(file: Path, n_ctx: int) -> Iterator[Llama]:
         try:
             from llama_cpp import Llama
 
-            llm = Llama(str(file), n_ctx=n_ctx, verbose=False)
+            llm = Llama(str(file), n_ctx=n_ctx, vocab_only=vocab_only, verbose=False)
         # A file can be bad in ways that llama_cpp, its template engine and ctypes each report in their own.
         except Exception as error:
             reason = "; ".join(complaints) or str(error) or repr(error)
