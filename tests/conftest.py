@@ -34,6 +34,7 @@ MODEL_PATHS: dict[str, Callable[[], Path]] = {"smollm2": models.smollm2_path, "g
 # Files that need neither llama_cpp nor a model, and pass with NUMBA_DISABLE_JIT=1 too.
 CORE_FILES = {
     "test_architecture",
+    "test_automaton",
     "test_build",
     "test_cursor",
     "test_jit",

@@ -6,6 +6,7 @@ On the tiny model, except where a meaning is asked for.
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import logging
 import math
@@ -187,12 +188,29 @@ def test_forward_passes_are_counted(tiny: Llama, prompt: Any) -> None:
         tiny.reset()
         with decodes(tiny) as sizes:
             choice = choose(tiny, prompt, choices)
-        assert sizes[0] == choice.stats["prompt_tokens"]
         assert len(sizes) - 1 == choice.stats["forward_passes"]
-        assert sizes[1:] == [1] * (len(sizes) - 1)
         trie = oracle.DictTrie(TokenTrie.from_choices(tiny, choices, prompt=prompt).leaves())
-        # All but the last token; where the choice may go on, one more to see that it does not.
-        assert len(sizes) - 1 == len(choice.tokens) - (1 if trie.must_end(choice.tokens) else 0)
+        prefixes = [choice.tokens[:size] for size in range(len(choice.tokens) + 1)]
+        decisions = [len(path) for path in prefixes if len(trie.children(path)) + trie.is_terminal(path) > 1]
+        # One batch a decision: the prompt with a forced run at the root, then what the decision before settled.
+        ends = [choice.stats["prompt_tokens"] + size for size in decisions]
+        assert sizes == [ends[0], *(later - earlier for earlier, later in itertools.pairwise(ends))]
+
+
+def test_the_only_choice_costs_nothing(tiny: Llama) -> None:
+    tiny.reset()
+    with decodes(tiny) as sizes:
+        choice = choose(tiny, PROMPT, ["redwood"], lead="")
+    assert (sizes, choice.name, choice.probability, choice.margin) == ([], "redwood", 1.0, None)
+
+
+def test_a_forced_run_at_the_root_rides_with_the_prompt(tiny: Llama) -> None:
+    tiny.reset()
+    with decodes(tiny) as sizes:
+        choice = choose(tiny, PROMPT, {"a": "zz redwood", "b": "zz redwing"}, lead="")
+    assert len(sizes) == 1
+    assert sizes[0] > choice.stats["prompt_tokens"]
+    assert choice.stats["forward_passes"] == 0
 
 
 def test_distinct_first_tokens_cost_no_decode_after_the_prompt(tiny: Llama) -> None:
@@ -266,7 +284,7 @@ def test_on_end(tiny: Llama) -> None:
 REFUSED_SETTINGS = [
     ({"method": "beam"}, ValueError, "beam"),
     ({"method": "sampled"}, ValueError, "sampled"),
-    ({"mode": "greedy"}, TypeError, "method="),
+    ({"mode": "greedy"}, TypeError, "mode"),
     ({"tempature": 1.0}, TypeError, "tempature"),
     ({"max_tokens": 5}, TypeError, "max_tokens"),
     ({"temperature": -1.0}, ValueError, "temperature"),
@@ -374,8 +392,8 @@ def test_error_in_the_middle_leaves_the_model_usable(tiny: Llama, monkeypatch: p
     ref = choose(tiny, PROMPT, ["redwood", "redwing"])
     for error in (RuntimeError("engine"), KeyboardInterrupt()):
         with monkeypatch.context() as patched:
-            patched.setattr("trie_sampler.cursor.TrieCursor.constrain", lambda *_, error=error, **__: _raise(error))
-            with pytest.raises((TrieSamplerError, KeyboardInterrupt)):
+            patched.setattr("trie_sampler.cursor.TrieCursor.decide", lambda *_, error=error, **__: _raise(error))
+            with pytest.raises(type(error)):
                 choose(tiny, PROMPT, ["redwood", "redwing"])
         assert "detokenize" not in vars(tiny)
         assert choose(tiny, PROMPT, ["redwood", "redwing"]).tokens == ref.tokens

@@ -12,7 +12,8 @@ from trie_sampler.cache import Recent
 from trie_sampler.choice import Choice, walk_numbers
 from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import Step, TrieCursor
-from trie_sampler.errors import warn
+from trie_sampler.errors import VocabMismatchError, warn
+from trie_sampler.layout import END
 from trie_sampler.payload import TokenTreePayload
 from trie_sampler.tokens import Tokenizer, edge_of, spell_choices
 from trie_sampler.trie import TokenTrie
@@ -159,8 +160,13 @@ class Binding:
         if self.trie is None:
             trie = self._bound(prompt_ids, heal=self._spelling.heal)
             return trie, kept[: len(kept) - trie.n_healed]
-        n_healed = self.trie.n_healed
-        if n_healed and self._tokenizer.detokenize(kept[-n_healed:]) == self.trie.healed:
+        n_healed, end = self.trie.n_healed, (self.trie.tail or b"") + self.trie.healed
+        # A prompt that was cut by hand ends in the tail alone.
+        if n_healed and self._tokenizer.detokenize(kept[-len(end) - 1 :]).endswith(end):
+            if self._tokenizer.detokenize(kept[-n_healed:]) != self.trie.healed or len(kept) == n_healed:
+                raise VocabMismatchError(
+                    f"the trie writes the prompt's end, {self.trie.healed!r}, again; this prompt cannot be cut there"
+                )
             kept = kept[:-n_healed]
         return self.trie_behind(kept), kept
 
@@ -207,18 +213,34 @@ class Binding:
                 f"{text[-20:]!r}: its tokens may be unusual here"
             )
 
-    def make_choice(self, final: TrieCursor, steps: Sequence[Step], valid_mass: float | None = None) -> Choice:
+    @property
+    def texts(self) -> Sequence[str]:
+        """The choices' texts; of a trie or payload, which has only ids, the names."""
+        if isinstance(self._source, Choices):
+            return self._source.texts
+        return [name for choices in self._choices_by_path.values() for name in choices.names]
+
+    def make_choice(
+        self,
+        final: TrieCursor,
+        steps: Sequence[Step],
+        valid_mass: float | None = None,
+        *,
+        complete: bool | None = None,
+    ) -> Choice:
         """The record of a walk.
 
         Args:
             final: the cursor after the last pick.
             steps: the picks; end tokens at their end are no part of the choice.
             valid_mass: if it was measured.
+            complete: whether the leaf was ended, where the cursor does not tell.
         """
         picks = [step.token for step in steps]
-        while picks and self._tokenizer.is_eog(picks[-1]):
+        while picks and (picks[-1] == END or self._tokenizer.is_eog(picks[-1])):
             picks.pop()
-        complete = final.is_finished or final.must_end
+        if complete is None:
+            complete = final.is_finished or final.must_end
         name = final.leaf_name if complete else None
         index: int | None = None
         value: Any = name

@@ -41,6 +41,8 @@ class Recent(Generic[T]):
                 self._kept.move_to_end(key)
                 return known
         built = build()
+        if built.nbytes > self._max_bytes:
+            return built
         with self._lock:
             rival = self._kept.get(key)
             if rival is not None:

@@ -55,6 +55,19 @@ class Spelling:
         return cls(**{field.name: settings.pop(field.name) for field in fields(cls) if field.name in settings})
 
 
+def take_spelling(settings: dict[str, Any], function: str) -> Spelling:
+    """The spelling of a public function's last keywords.
+
+    Raises:
+        TypeError: there are others among them.
+        ValueError: as ``Spelling``.
+    """
+    spelling = Spelling.take_from(settings)
+    if settings:
+        raise TypeError(f"{function}() got an unexpected keyword argument {next(iter(settings))!r}")
+    return spelling
+
+
 @dataclass(frozen=True)
 class Choices:
     """Choices in one form, N of each.
@@ -134,22 +147,23 @@ class Choices:
         leads = ("", " ") if spelling.lead == "auto" and both_leads else (spelling.lead.replace("auto", ""),)
         if spelling.json_value and in_quotes:
             leads = ("",)
-        taken = set(self.texts) if spelling.case_fold else set()
+        taken = set()
+        if spelling.case_fold:
+            taken = {_as_json(text)[in_quotes:] if spelling.json_value else text for text in self.texts}
         for name, content in zip(self.names, self.contents, strict=True):
             text = _written(content)
             if not text and not spelling.json_value:
                 yield name, ()
                 continue
-            cases = [text]
-            if spelling.case_fold:
+            forms: list[str] = []
+            for case in _cases(text) if spelling.case_fold else (text,):
+                written = case
+                if spelling.json_value:
+                    written = _as_json(content if case == text and not in_quotes else case)[in_quotes:]
+                spaced = [lead + written for lead in (leads if not written[:1].isspace() else ("",))]
                 # What is another choice as it stands is that choice.
-                folded = (text.lower(), text.upper(), text.capitalize())
-                cases = list(dict.fromkeys((text, *(case for case in folded if case not in taken))))
-            if spelling.json_value:
-                is_text = in_quotes or isinstance(content, str)
-                values = [json.dumps(case, ensure_ascii=False) if is_text else json.dumps(content) for case in cases]
-                cases = list(dict.fromkeys(value[1:] if in_quotes else value for value in values))
-            yield name, tuple(lead + case for case in cases for lead in (leads if not case[:1].isspace() else ("",)))
+                forms += [form for form in spaced if case == text or form not in taken]
+            yield name, tuple(dict.fromkeys(forms))
 
 
 def _string(value: Any, what: str) -> str:
@@ -167,6 +181,17 @@ def _content_of(value: Any, what: str) -> str | float:
     if isinstance(value, enum.Enum):
         value = value.value
     return value if isinstance(value, (bool, int, float)) else _string(value, what)
+
+
+def _cases(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((text, text.lower(), text.upper(), text.capitalize())))
+
+
+def _as_json(content: str | float) -> str:
+    try:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"choice {content!r} cannot be written as JSON") from error
 
 
 def _written(content: str | float) -> str:

@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama
 
+from trie_sampler.binding import Binding
 from trie_sampler.choice import Choice
-from trie_sampler.choices import Choices, ChoicesLike, Spelling
-from trie_sampler.cursor import TrieCursor
-from trie_sampler.errors import EngineError
-from trie_sampler.llama.processor import TrieLogitsProcessor
+from trie_sampler.choices import Choices, ChoicesLike, take_spelling
+from trie_sampler.cursor import Sampling, Step, TrieCursor, check_choice
+from trie_sampler.errors import TrieSamplerError, UnknownPathError
+from trie_sampler.llama.decoder import Decoder
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_engine
+from trie_sampler.span import walk_span
 from trie_sampler.tokens import Tokenizer, edge_of, find_merges
 from trie_sampler.trie import TokenTrie
 
-_METHODS = {"greedy": "greedy", "sample": "sampled"}
+_METHODS = ("greedy", "sample")
 
 
 def choose(
@@ -27,7 +29,16 @@ def choose(
     choices: ChoicesLike | TokenTrie,
     *,
     method: str = "greedy",
-    **settings: Any,
+    path: str | None = None,
+    on_end: str = "mass",
+    on_fault: str = "warn",
+    valid_mass: bool = False,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    **spelling: Any,
 ) -> Choice:
     """Let a model answer a prompt with exactly one of the choices.
 
@@ -37,8 +48,17 @@ def choose(
         prompt: text, token ids, or chat messages.
         choices: list of strings, dict name -> text, ``Enum`` class, ``Literal`` or ``TokenTrie``.
         method: ``"greedy"`` takes the likeliest token at each step; ``"sample"`` draws.
-        settings: those of ``TrieLogitsProcessor.from_choices``, ``mode`` apart; ``valid_mass=True``
-            tells how much of the model's own next token went to the choices at all.
+        path: descriptor of a trie with several.
+        on_end: "mass" or "eog", see ``TrieCursor``.
+        on_fault: "warn" or "raise", see ``TrieCursor``.
+        valid_mass: measure how much of the model's own next token went to the choices at all.
+        temperature: of ``"sample"``, see ``Sampling`` for this and the next four.
+        top_k: keep the k likeliest options.
+        top_p: keep the fewest whose mass reaches it.
+        min_p: drop options below this share of the likeliest.
+        seed: of the draws.
+        spelling: ``lead``, ``tokenization``, ``heal``, ``json_value``, ``case_fold`` and ``special`` of
+            ``TokenTrie.from_choices``.
 
     Returns:
         The choice, always complete. ``stats`` also has ``prompt_tokens``, ``forward_passes`` (decodes
@@ -51,43 +71,44 @@ def choose(
             ``on_fault="raise"``, logits that say nothing.
         TypeError, ValueError: arguments of another kind; unknown settings.
 
-    Cost: the prompt, and one decode for each token of the choice but the last; where the choice
-    begins another one more, to see whether it ends.
+    Cost: the prompt, and one decode for each further decision: a node with several children, or a
+    choice that another begins with. Tokens without alternative ride along. With a single choice the
+    model is not asked at all.
 
     Example:
         >>> choose(llm, "Is fire hot? Answer:", ["yes", "no"]).name            # doctest: +SKIP
         'yes'
     """
     start = time.perf_counter()
-    if method not in _METHODS:
-        raise ValueError(f"method must be one of {list(_METHODS)}, got {method!r}")
-    if "mode" in settings:
-        raise TypeError("choose() got an unexpected keyword argument 'mode'; it is method= here")
+    check_choice("method", method, _METHODS)
+    check_choice("on_end", on_end, ("mass", "eog"))
     require_engine(llm)
-    constraint = TrieLogitsProcessor.from_choices(llm, choices, mode=_METHODS[method], **settings)
-    tokens = constraint.prepare(prompt)
-    needed = len(tokens) + constraint.bind(tokens).depth
-    # llama.cpp rounds the context up; the host's own buffer has what was asked for.
-    room = min(llm.n_ctx(), len(llm.input_ids))
-    if needed > room:
-        raise EngineError(
-            f"{len(tokens)} tokens of prompt and up to {needed - len(tokens)} of a choice do not fit "
-            f"the context of {room}; load the model with n_ctx={needed} or more"
-        )
-    n_picks = 0
-    host = llm.generate(tokens, temp=0.0, logits_processor=constraint)
-    try:
-        for _ in host:
-            n_picks += 1
-            if constraint.is_over:
-                break
-    finally:
-        host.close()
-        constraint.release_host()
-    choice = constraint.result
+    wanted = take_spelling(spelling, "choose")
+    binding = Binding.of(as_tokenizer(llm), choices, spelling=wanted)
+    trie, tokens = binding.prepare(prompt_tokens(llm, prompt))
+    eog_ids = as_tokenizer(llm).eog_ids
+    if not eog_ids:
+        raise TrieSamplerError("this model names no end-of-generation token, so a choice cannot end")
+    cursor = TrieCursor(
+        trie,
+        path=path,
+        on_end=on_end,
+        on_fault=on_fault,
+        eog_ids=eog_ids,
+        sampling=Sampling(temperature, top_k, top_p, min_p, seed),
+    )
+    if not cursor.is_active:
+        raise UnknownPathError(f"say which path to choose from: {list(trie.paths)}")
+    decoder = Decoder(llm, tokens)
+    decoder.require_room(trie.depth, "a choice")
+    mass = cursor.valid_mass(decoder.row()) if valid_mass else None
+    steps: list[Step] = []
+    for move in walk_span(decoder, cursor, samples=method == "sample"):
+        steps += move.steps if move.end is None else (move.end,)
+    choice = binding.make_choice(cursor, steps, mass)
     door = {
         "prompt_tokens": len(tokens),
-        "forward_passes": n_picks - 1,
+        "forward_passes": decoder.n_decodes - decoder.n_prefill,
         "seconds": time.perf_counter() - start,
     }
     return replace(choice, stats={**choice.stats, **door})
@@ -125,7 +146,8 @@ class PromptCheck:
             return f"{end}, in tokens that its text alone would not give: no choice can be tokenized behind it"
         names = ", ".join(map(repr, self.merged[:3])) + (", ..." if len(self.merged) > 3 else "")  # noqa: PLR2004
         advice = f"heal=True takes {self.healed!r} back" if self.can_heal else "end the prompt elsewhere"
-        return f"{end}, whose last tokens merge with {len(self.merged)} choices ({names}): {advice}"
+        count = f"{len(self.merged)} choice{'s' if len(self.merged) > 1 else ''}"
+        return f"{end}, whose last tokens merge with {count} ({names}): {advice}"
 
 
 def check_prompt(llm: Llama | Tokenizer, prompt: Prompt, choices: ChoicesLike, **spelling: Any) -> PromptCheck:
@@ -148,18 +170,17 @@ def check_prompt(llm: Llama | Tokenizer, prompt: Prompt, choices: ChoicesLike, *
         >>> print(check_prompt(llm, "Who? ", ["Alice", "Bob"]))              # doctest: +SKIP
         the prompt ends in 'Who? ', whose last tokens merge with 2 choices ('Alice', 'Bob'): heal=True takes ' ' back
     """
-    wanted = Spelling.take_from(spelling)
-    if spelling:
-        raise TypeError(f"check_prompt() got an unexpected keyword argument {next(iter(spelling))!r}")
+    wanted = take_spelling(spelling, "check_prompt")
     tokenizer = as_tokenizer(llm)
     edge = edge_of(tokenizer, prompt_tokens(llm, prompt))
     merges = find_merges(tokenizer, Choices.of(choices), edge, wanted)
-    healed = tokenizer.detokenize(edge.tokens[len(edge.tokens) - merges.n_healed :])
+    n_healed = merges.n_healed if merges.can_heal else 0
+    healed = tokenizer.detokenize(edge.tokens[len(edge.tokens) - n_healed :])
     return PromptCheck(
         tail=edge.text.decode("utf-8", "replace"),
         merged=merges.names,
         healed=healed.decode("utf-8", "replace"),
-        n_healed=merges.n_healed,
+        n_healed=n_healed,
         can_heal=merges.can_heal,
     )
 

@@ -326,12 +326,24 @@ class TrieCursor:
         if self._record["state"][0] == layout.RELEASED:
             return Step(layout.NO_TOKEN, 0.0, np.inf, False)
         self._require_row(row, writable=True)
+        step = self.decide(row, samples=samples)
+        if step.token == layout.END:
+            raise TrieSamplerError("the choice is over, and no end token is known to say so")
+        kernels.keep_only(row, step.token)
+        return step
+
+    def decide(self, row: Row, *, samples: bool) -> Step:
+        """Pick or draw, with the numbers of the decision; the row stays as it is. O(K), at a leaf that goes on O(V).
+
+        The token is an end token where the span should end, -1 if there are none.
+
+        Raises:
+            as ``pick``.
+        """
+        self._require_row(row)
         token = int(kernels.score_row(self._address, row, samples))
         if token <= layout.TROUBLE:
             token = self._settle(row)
-        if token == layout.END:
-            raise TrieSamplerError("the choice is over, and no end token is known to say so")
-        kernels.keep_only(row, token)
         record = self._record[0]
         return Step(token, float(record["logprob"]), float(record["margin"]), bool(record["is_forced"]))
 

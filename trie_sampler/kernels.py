@@ -656,6 +656,9 @@ def sample_token(address, row):
     total = filter_options(weights, cursor["temperature"], cursor["top_k"], cursor["top_p"], cursor["min_p"])
     if total == 0.0:
         return _pick_lowest(cursor, view_tokens(cursor), start, stop)
+    if n_options == 1:
+        # No draw where nothing is open: who skips forced steps draws the same as who takes them.
+        return ids[0]
     left = draw_uniform(cursor) * total
     drawn = -1
     for i in range(n_options):
@@ -843,7 +846,7 @@ def score_row(address, row, samples):
     picked = sample_token(address, row) if samples else pick_token(address, row)
     cursor = view_cursor(address)
     token = cursor["picked"] if picked == TROUBLE else picked
-    if token >= 0:
+    if token >= 0 or picked == END:
         score_pick(cursor, row, token)
         cursor["picked"] = token
     return picked

@@ -226,15 +226,17 @@ def spell_choices(
             continue
         clean = []
         for text in texts:
-            tokens = _continue(tokenizer, edge, text.encode(), special=spelling.special)
-            if tokens is not None and not known and tokenizer.detokenize(tokens) == b" " + text.encode():
+            plain, behind = _split_at_controls(tokenizer, text.encode(), special=spelling.special)
+            tokens = _continue(tokenizer, edge, plain)
+            if tokens is not None and not known and tokenizer.detokenize(tokens) == b" " + plain:
                 # At the start of a text this vocabulary always writes a space; in mid-text it need not.
-                tokens = _stand_alone(tokenizer, name, text.encode(), special=spelling.special)
+                tokens = _stand_alone(tokenizer, plain)
             if tokens is not None:
-                clean.append((text, tokens))
+                clean.append((text, tokens + behind))
         if not clean:
             merged.append(name)
-            clean = [(texts[0], _stand_alone(tokenizer, name, texts[0].encode(), special=spelling.special))]
+            plain, behind = _split_at_controls(tokenizer, texts[0].encode(), special=spelling.special)
+            clean = [(texts[0], _stand_alone(tokenizer, plain) + behind)]
         for text, tokens in clean:
             _check_spelling(tokenizer, name, text.encode(), tokens, special=spelling.special)
             paths.append((name, tokens))
@@ -242,7 +244,9 @@ def spell_choices(
         doubts.append(
             f"the prompt ends in {_shown(edge.text)}, whose last token the "
             f"vocabulary would have merged with the choice {_some_names(merged)}"
-            "; models rarely see such a split: pass heal=True, or end the prompt before the space or the half word"
+            "; models rarely see such a split: "
+            + ("" if spelling.heal else "pass heal=True, or ")
+            + "end the prompt before the space or the half word"
         )
     return Spelled(tuple(paths), edge.text, doubts=tuple(doubts))
 
@@ -273,9 +277,9 @@ def find_merges(tokenizer: Tokenizer, choices: Choices, edge: Edge, spelling: Sp
     n_before = len(edge.tokens)
     kept = n_before
     names = []
-    parse = _parsing(special=spelling.special)
     for name, texts in _with_progress(_forms(choices, edge, spelling), len(choices.names)) if n_before else ():
-        cuts = [_count_equal(edge.tokens, tokenizer.tokenize(edge.text + text.encode(), **parse)) for text in texts]
+        plains = [_split_at_controls(tokenizer, text.encode(), special=spelling.special)[0] for text in texts]
+        cuts = [_count_equal(edge.tokens, tokenizer.tokenize(edge.text + plain)) for plain in plains]
         if cuts and min(cuts) < n_before:
             names.append(name)
             kept = min(kept, *cuts)
@@ -297,44 +301,116 @@ def _spell_healed(
             if every:
                 paths.append((name, healed + text.encode()))
                 continue
-            tokens = tuple(tokenizer.tokenize(edge.text + text.encode(), **_parsing(special=spelling.special)))
-            _check_spelling(tokenizer, name, healed + text.encode(), tokens[n_kept:], special=spelling.special)
-            paths.append((name, tokens[n_kept:]))
+            plain, behind = _split_at_controls(tokenizer, text.encode(), special=spelling.special)
+            tokens = (*tokenizer.tokenize(edge.text + plain)[n_kept:], *behind)
+            _check_spelling(tokenizer, name, healed + text.encode(), tokens, special=spelling.special)
+            paths.append((name, tokens))
         if not texts:
             paths.append((name, ()))
     return Spelled(tuple(paths), tail, every, healed, n_healed, doubts)
 
 
-def _continue(tokenizer: Tokenizer, edge: Edge, text: bytes, *, special: bool = False) -> tuple[int, ...] | None:
+def _continue(tokenizer: Tokenizer, edge: Edge, text: bytes) -> tuple[int, ...] | None:
     """Tokens of ``text`` behind the edge, or None where the cut between them is not clean."""
-    parse = _parsing(special=special)
+    if not text:
+        return ()
     if edge is START:
-        tokens = tokenizer.tokenize(text, **parse)
-        if text.startswith(b" ") and tokenizer.detokenize(tokens, **parse) == b" " + text:
+        tokens = tokenizer.tokenize(text)
+        if text.startswith(b" ") and tokenizer.detokenize(tokens) == b" " + text:
             # This vocabulary itself puts a space before any text.
-            tokens = tokenizer.tokenize(text[1:], **parse)
+            tokens = tokenizer.tokenize(text[1:])
         return tuple(tokens)
     if not edge.tokens:
         return None
-    tokens = tokenizer.tokenize(edge.text + text, **parse)
+    tokens = tokenizer.tokenize(edge.text + text)
     n_before = len(edge.tokens)
     return tuple(tokens[n_before:]) if tuple(tokens[:n_before]) == edge.tokens else None
 
 
-def _parsing(*, special: bool) -> dict[str, bool]:
-    """The argument that parses control tokens; a ``Tokenizer`` that never does need not know it."""
-    return {"special": True} if special else {}
+def _split_at_controls(tokenizer: Tokenizer, text: bytes, *, special: bool) -> tuple[bytes, tuple[int, ...]]:
+    """Text up to the first control token in it, and the tokens from there on.
+
+    Only the choice is parsed for control tokens, never the prompt's text before it.
+    """
+    if not special:
+        return text, ()
+    controls = [token for token in tokenizer.tokenize(text, special=True) if _is_no_text(tokenizer, token)]
+    plain = text
+    behind: list[int] = []
+    position = 0
+    for control in controls:
+        written = tokenizer.detokenize((control,), special=True)
+        start = text.index(written, position)
+        if behind:
+            behind += _tokenize_segment(tokenizer, text[position:start])
+        else:
+            plain = text[:start]
+        behind.append(control)
+        position = start + len(written)
+    if behind:
+        behind += _tokenize_segment(tokenizer, text[position:])
+    return plain, tuple(behind)
 
 
-def _stand_alone(tokenizer: Tokenizer, name: str, text: bytes, *, special: bool = False) -> tuple[int, ...]:
+def _is_no_text(tokenizer: Tokenizer, token: int) -> bool:
+    return tokenizer.is_control(token) or tokenizer.is_eog(token)
+
+
+def _tokenize_segment(tokenizer: Tokenizer, text: bytes) -> tuple[int, ...]:
+    """Text behind a control token, where some vocabularies would put a space."""
+    tokens = tuple(tokenizer.tokenize(text)) if text else ()
+    return tokens if tokenizer.detokenize(tokens) == text else _stand_alone(tokenizer, text)
+
+
+def _stand_alone(tokenizer: Tokenizer, text: bytes) -> tuple[int, ...]:
     """Tokens of ``text`` in mid-text with nothing before it to merge with."""
     for anchor in _ANCHORS:
         before = anchor.encode()
-        edge = Edge(before, tuple(tokenizer.tokenize(before)), spaceless=False)
-        tokens = _continue(tokenizer, edge, text, special=special)
+        tokens = _continue(tokenizer, Edge(before, tuple(tokenizer.tokenize(before)), spaceless=False), text)
         if tokens is not None:
             return tokens
-    raise VocabMismatchError(f"choice {name!r} merges with whatever stands before it")
+    raise VocabMismatchError(f"choice {text.decode()!r} merges with whatever stands before it")
+
+
+def continue_text(tokenizer: Tokenizer, before: Sequence[int], text: bytes) -> tuple[int, ...]:
+    """Tokens of ``text`` behind the tokens of a prompt, as the vocabulary would cut it or, failing that, on its own.
+
+    Raises:
+        VocabMismatchError: the vocabulary cannot write it.
+    """
+    tokens = _continue(tokenizer, edge_of(tokenizer, before), text)
+    if tokens is None or tokenizer.detokenize(tokens) != text:
+        tokens = _stand_alone(tokenizer, text)
+    _check_spelling(tokenizer, text.decode(), text, tokens)
+    return tokens
+
+
+def finish_leaf(tokenizer: Tokenizer, trie: Any, node: int, before: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that complete the only leaf left, as the vocabulary would write them behind ``before``.
+
+    Args:
+        tokenizer: the vocabulary that the trie was spelled with.
+        trie: a graph of every spelling.
+        node: a state.
+        before: the tokens so far, to the state's.
+
+    Returns:
+        Tokens that walk the trie from ``node`` to the leaf's end; none where several leaves are left, or the
+        leaf is complete. Where no text can follow here (inside a character), the longest pieces.
+    """
+    if trie.sole_leaf is None or trie.sole_leaf[node] < 0 or trie.is_terminal(node):
+        return ()
+    longest = []
+    here = node
+    while not trie.is_terminal(here):
+        # Later nodes have more bytes behind them.
+        edges = slice(trie.first_child[here], trie.first_child[here + 1])
+        edge = edges.start + int(trie.target[edges].argmax())
+        longest.append(int(trie.token[edge]))
+        here = int(trie.target[edge])
+    rest = tokenizer.detokenize(longest)
+    tokens = _continue(tokenizer, edge_of(tokenizer, before), rest) if _is_text(rest) else None
+    return tokens if tokens is not None and tokenizer.detokenize(tokens) == rest else tuple(longest)
 
 
 def _check_spelling(
@@ -345,7 +421,8 @@ def _check_spelling(
         if tokenizer.is_eog(token) or (tokenizer.is_control(token) and not special):
             what = "ends the generation" if special else "is a control token; text from a user never makes one"
             raise VocabMismatchError(f"choice {name!r}: token {token} at index {place} {what}")
-    spelled = tokenizer.detokenize(tokens, **_parsing(special=special))
+    # A Tokenizer that never parses control tokens need not know the argument.
+    spelled = tokenizer.detokenize(tokens, special=True) if special else tokenizer.detokenize(tokens)
     if spelled not in (text, b" " + text):
         raise VocabMismatchError(
             f"choice {name!r}: its tokens {list(tokens)} spell {spelled!r}: this vocabulary cannot write it"

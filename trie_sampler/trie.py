@@ -281,7 +281,7 @@ class TokenTrie:
             states.token,
             states.first_child,
             states.leaf,
-            states.depth,
+            int(states.depth),
             self.tail,
             self._roots,
             self._n_names,
@@ -497,7 +497,7 @@ class TokenTrie:
     def leaves(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """All (name, tokens) that can come out, in node order; in a graph one path for each leaf end.
 
-        O(S D log S): for small tries.
+        O(S D log S), in a graph O(S D E): for small tries.
         """
         for node in np.flatnonzero(self.leaf != NO_LEAF):
             yield self._name(int(self.leaf[node])), self.path_tokens(int(node))
@@ -595,17 +595,14 @@ class TokenTrie:
 
     def _find_doubts(self, vocab: Tokenizer, sample: Sequence[tuple[str, str]]) -> list[str]:
         """What speaks against leaves that come as ids, in sentences."""
-        doubts = []
+        wrong = [f"{name!r} is spelled {text!r} here" for name, text in sample if not _is_spelled(name, text)]
+        if not wrong:
+            return []
         firsts = {int(token) for root in self._roots.values() for token in self.children(root)}
         if all(map(vocab.is_control, firsts)):
-            doubts.append(
-                f"every leaf begins with a control token ({min(firsts)}), as where a tokenizer added BOS: "
-                "tokenize without it"
-            )
-        wrong = [f"{name!r} is spelled {text!r} here" for name, text in sample if not _is_spelled(name, text)]
-        if wrong:
-            doubts.append(f"leaves that do not spell their names, perhaps of another model: {_some(wrong)}")
-        return doubts
+            bos = min(firsts)
+            return [f"every leaf begins with control token {bos}, as if a tokenizer added BOS; tokenize without it"]
+        return [f"leaves that do not spell their names, perhaps of another model: {_some(wrong)}"]
 
     def _report_mixed_leads(self, sample: Sequence[tuple[str, str]]) -> None:
         """Warn where the model would weigh tokens of two kinds; leaves with several paths mean it so."""

@@ -11,7 +11,7 @@ import llama_cpp
 from llama_cpp import Llama
 
 from trie_sampler.binding import Binding
-from trie_sampler.choices import ChoicesLike, Spelling
+from trie_sampler.choices import ChoicesLike, take_spelling
 from trie_sampler.cursor import TrieCursor, as_mode
 from trie_sampler.errors import EngineError, TrieSamplerError
 from trie_sampler.llama.sampler import TokenTrieHandle, new_sampler, token_trie_handle
@@ -113,9 +113,7 @@ def native_sampling(
     tokenizer = as_tokenizer(llm)
     if on_end != "release" and not tokenizer.eog_ids:
         raise TrieSamplerError("this model names no end-of-generation token, so a choice cannot end")
-    wanted = Spelling.take_from(spelling)
-    if spelling:
-        raise TypeError(f"native_sampling() got an unexpected keyword argument {next(iter(spelling))!r}")
+    wanted = take_spelling(spelling, "native_sampling")
     if wanted.heal:
         raise ValueError("heal=True needs the prompt: use choose, or prepare of a TrieLogitsProcessor")
     binding = Binding.of(tokenizer, source, path=path, strict=strict, spelling=wanted)

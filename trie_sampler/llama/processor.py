@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
@@ -29,7 +30,7 @@ _ANOTHER_LLAMA = "this constraint was made for another Llama; make one for each"
 _TWO_STREAMS = "two streams are open at once on this Llama; the older one cannot go on"
 
 
-_N_PREPARED = 64
+_N_PREPARED = 4096
 """Prompts that were prepared last and are known again."""
 
 _N_OPEN_STREAMS = 16
@@ -68,6 +69,10 @@ class _Generation:
         final = self.cursor.clone()
         final.accept(self.steps[-1].token)
         return final
+
+
+def _key_of(ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.array(ids, np.int64).tobytes()).digest()
 
 
 def _host_loop() -> FrameType | None:
@@ -169,7 +174,8 @@ class TrieLogitsProcessor(LogitsProcessorList):
         cursor = TrieCursor(trie, path=path, **self._settings)
         self._cursor = cursor if binding.trie is not None else None
         self._generation: _Generation | None = None
-        self._prepared: OrderedDict[tuple[int, ...], TokenTrie] = OrderedDict()
+        self._prepared: OrderedDict[bytes, TokenTrie] = OrderedDict()
+        self._has_forgotten = False
         self._older: deque[_Generation] = deque(maxlen=_N_OPEN_STREAMS)
         # Whose detokenize stands in after an error, by which function, and what for.
         self._hook: tuple[Llama, Any, Any] | None = None
@@ -263,8 +269,8 @@ class TrieLogitsProcessor(LogitsProcessorList):
             warn("this Llama has generated since without this constraint; the result is the earlier one's")
         if generation.is_unhealed:
             warn(
-                "the prompt's end would have merged with a choice and was not healed: give the host the ids of "
-                "prepare(prompt), not the prompt"
+                "the prompt's end may merge with a choice, and it was not healed, or too long ago: give the host "
+                "the ids of prepare(prompt), not the prompt"
             )
         final = generation.final_cursor()
         if final is None:
@@ -319,10 +325,12 @@ class TrieLogitsProcessor(LogitsProcessorList):
             ...                       max_tokens=constraint.max_tokens)                        # doctest: +SKIP
         """
         trie, ids = self._binding.prepare(prompt_tokens(self._llm, prompt))
-        self._prepared[tuple(ids)] = trie
-        self._prepared.move_to_end(tuple(ids))
+        key = _key_of(ids)
+        self._prepared[key] = trie
+        self._prepared.move_to_end(key)
         if len(self._prepared) > _N_PREPARED:
             self._prepared.popitem(last=False)
+            self._has_forgotten = True
         return ids
 
     def bind(self, prompt: Prompt) -> TokenTrie:
@@ -332,7 +340,7 @@ class TrieLogitsProcessor(LogitsProcessorList):
             as ``TokenTrie.from_choices``.
         """
         ids = prompt_tokens(self._llm, prompt)
-        return self._prepared.get(tuple(ids)) or self._binding.trie_behind(ids)
+        return self._prepared.get(_key_of(ids)) or self._binding.trie_behind(ids)
 
     # --- as a list of processors ---------------------------------------------------------------
 
@@ -416,9 +424,10 @@ class TrieLogitsProcessor(LogitsProcessorList):
                 "a grammar beside the constraint is refused: llama.cpp ends the process where the two disagree"
             )
         ids = input_ids.tolist()
-        trie = self._prepared.get(tuple(ids))
+        trie = self._prepared.get(_key_of(ids))
         if trie is None:
-            generation.is_unhealed = self._binding.needs_healing(ids)
+            # A prompt that was prepared long ago looks like one that was never healed.
+            generation.is_unhealed = self._has_forgotten or self._binding.needs_healing(ids)
             trie = self._binding.trie_behind(ids)
         before = self._cursor
         if before is None or before.trie is not trie:

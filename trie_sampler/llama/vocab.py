@@ -162,10 +162,13 @@ def forget_model(llm: Llama | Tokenizer) -> None:
     """Drop what is kept for a model: its vocabulary's index and the tries of its prompts' endings.
 
     Without it they go with the model itself. Constraints at hand keep working.
+
+    Raises:
+        TypeError: not a model.
     """
-    tokenizer = _tokenizers.pop(llm, None) if isinstance(llm, Llama) else llm
-    if tokenizer is not None:
-        forget_vocabulary(tokenizer)
+    forget_vocabulary(as_tokenizer(llm))
+    if isinstance(llm, Llama):
+        _tokenizers.pop(llm, None)
 
 
 def require_engine(llm: Llama) -> None:

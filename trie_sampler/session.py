@@ -1,0 +1,650 @@
+"""``StreamSession``: open, prefill, set a trie, generate, clear: text on one ``Llama`` with constrained spans in it."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import Llama
+from llama_cpp.llama_grammar import LlamaGrammar
+from typing_extensions import Self
+
+from trie_sampler.binding import Binding
+from trie_sampler.choice import Choice
+from trie_sampler.choices import ChoicesLike, take_spelling
+from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode, check_choice
+from trie_sampler.errors import EngineError, TrieSamplerError, UnknownPathError
+from trie_sampler.layout import END
+from trie_sampler.llama.chain import SamplingParams
+from trie_sampler.llama.decoder import Decoder
+from trie_sampler.llama.picker import Picker
+from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens
+from trie_sampler.payload import TokenTreePayload
+from trie_sampler.span import walk_span
+from trie_sampler.tokens import continue_text, finish_leaf
+from trie_sampler.trie import TokenTrie
+from trie_sampler.usage import Usage
+
+_SKIPS = ("exact", "canonical")
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """What ``on_step`` is given: tokens that were settled together.
+
+    Attributes:
+        tokens: ids, one that was picked and those that had to follow; none in a last step that only ends.
+        text: what they add to the text; a character waits until it is whole.
+        done: the last step of this generation.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    done: bool
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one ``generate`` gave.
+
+    Attributes:
+        text: what was added, whole characters.
+        tokens: its ids, end tokens left out.
+        finish_reason: "span" (the leaf is over), "eog", "stop", "length" or "cancelled".
+        choice: of the trie, where one was set; its ``complete`` is False where it was cut short.
+        usage: what it cost.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    choice: Choice | None
+    usage: Usage
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for ``json.dumps``."""
+        return {
+            "text": self.text,
+            "tokens": list(self.tokens),
+            "finish_reason": self.finish_reason,
+            "choice": None if self.choice is None else self.choice.to_dict(),
+            "usage": self.usage.to_dict(),
+        }
+
+
+class _CancelledError(Exception):
+    """Somebody called ``cancel``."""
+
+
+@dataclass
+class _Span:
+    """The trie that is set, and how to walk it."""
+
+    binding: Binding
+    samples: bool
+    path: str | None
+    on_end: str
+    on_fault: str
+    stop_tokens: tuple[int, ...]
+    max_span_tokens: int
+
+
+@dataclass
+class _Output:
+    """What a running generation has so far."""
+
+    on_step: Callable[[StreamStep], Any] | None
+    on_text_chunk: Callable[[str], Any] | None
+    stops: tuple[str, ...]
+    n_skipped: int = 0  # bytes that healing writes again: they are in the text before
+    text: str = ""
+    n_given: int = 0
+    tokens: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    skip_ratios: list[float] = field(default_factory=list)
+    asked_to_stop: bool = False
+    # A cut character is left out, as the host does it.
+    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("ignore"))
+
+    def take(self, tokens: Sequence[int], data: bytes) -> bool:
+        """Add tokens; True where a stop text came up, which is cut off."""
+        self.tokens.extend(tokens)
+        self.pending.extend(tokens)
+        self.text += self.decoder.decode(data[self.n_skipped :])
+        self.n_skipped = max(0, self.n_skipped - len(data))
+        # A stop may have begun in text that was there before, but for what was given out already.
+        places = [place for stop in self.stops if (place := self.text.find(stop, self.n_given)) >= 0]
+        if places:
+            self.text = self.text[: min(places)]
+        return bool(places)
+
+    def give(self, *, done: bool = False) -> None:
+        """Tell the callbacks what is new; text that may turn out to begin a stop waits."""
+        end = len(self.text)
+        if not done:
+            held = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+            end = max(self.n_given, end - max(held, default=0))
+        chunk, self.n_given = self.text[self.n_given : end], end
+        tokens, self.pending = tuple(self.pending), []
+        if self.on_text_chunk is not None and chunk:
+            self.on_text_chunk(chunk)
+        if self.on_step is not None and (tokens or chunk or done):
+            self.on_step(StreamStep(tokens, chunk, done))
+
+
+class StreamSession:
+    r"""One text on one ``Llama``, written in turns: by the model, freely or under a trie, and by the caller.
+
+    ``prefill`` sets the text, ``generate`` adds to it. With a trie set, a generation begins at its root and
+    ends with the leaf. Tokens without alternative are never sampled; they ride in the batch of the next
+    decision, and where nothing follows they are not decoded at all. Nothing is decoded before logits are
+    needed, the prompt neither: a forced run at the root goes into its batch.
+
+    Every token that enters the text (picked, forced, spliced) is taken once into every sampler of the
+    session. Inside a span the trie replaces the grammar, which has to agree with what it picks; outside the
+    grammar constrains.
+
+    ==========================  =====================================================================
+    state                       what may be called
+    ==========================  =====================================================================
+    open                        ``prefill``, ``set_token_trie``, ``clear_token_trie``, ``close``
+    prefilled                   also ``generate``, ``generate_with_usage``, ``splice``
+    generating                  ``cancel``, from another thread or a callback
+    closed                      ``close``
+    ==========================  =====================================================================
+
+    Anything else is an ``EngineError``. A session is a context manager that closes itself; the ``Llama`` is
+    the caller's and stays open.
+
+    Example:
+        >>> with StreamSession.open(llm) as session:                          # doctest: +SKIP
+        ...     session.prefill("Request: play some jazz\\nAction:")
+        ...     session.set_token_trie(["PLAY_MUSIC", "SEND_MESSAGE"])
+        ...     session.generate().choice.name
+        'PLAY_MUSIC'
+    """
+
+    def __init__(self, llm: Llama) -> None:
+        self._decoder = Decoder(llm)
+        self._llm = llm
+        self._tokenizer = as_tokenizer(llm)
+        self._prompt: list[int] = []
+        self._generated: list[int] = []
+        self._span: _Span | None = None
+        self._picker: Picker | None = None
+        self._grammar_start = 0
+        self._cancelled = threading.Event()
+        self._output: _Output | None = None
+        self._is_closed = False
+
+    @classmethod
+    def open(cls, llm: Llama) -> StreamSession:
+        """A session over a loaded model.
+
+        Raises:
+            TypeError, TrieSamplerError: not a model that can generate.
+        """
+        return cls(llm)
+
+    # --- the text ------------------------------------------------------------------------------
+
+    def prefill(self, prompt: Prompt, slot_id: int = -1) -> int:
+        """Begin a new text. Nothing is evaluated yet; what the context holds already will not be again.
+
+        Args:
+            prompt: text, token ids or chat messages.
+            slot_id: -1 or 0; a session has one slot.
+
+        Returns:
+            Tokens of the prompt.
+
+        Raises:
+            TrieSamplerError: an empty prompt on a model without BOS.
+            EngineError: it does not fit the context, or the session is closed or generating.
+            ValueError: another slot.
+        """
+        self._require_idle()
+        if slot_id not in (-1, 0):
+            raise ValueError(f"a session has one slot, so slot_id is -1 or 0, got {slot_id!r}")
+        tokens = prompt_tokens(self._llm, prompt)
+        if len(tokens) >= self._decoder.room:
+            raise EngineError(
+                f"{len(tokens)} tokens of prompt do not fit the context of {self._decoder.room}; load the model "
+                f"with n_ctx={len(tokens) + 1} or more"
+            )
+        self._drop_picker()
+        self._prompt, self._generated = tokens, []
+        self._decoder.replace(tokens)
+        return len(tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The ids of prompt and text so far."""
+        return tuple(self._decoder.tokens)
+
+    def splice(self, text: str) -> tuple[int, ...]:
+        """Write text yourself, as the tokens that continue what is there. Costs no decode of its own.
+
+        Returns:
+            Its token ids.
+
+        Raises:
+            EngineError: not prefilled, does not fit the context, or the session's grammar does not allow it.
+            VocabMismatchError: the vocabulary cannot write it.
+        """
+        self._require_prefilled()
+        tokens = continue_text(self._tokenizer, self._decoder.tokens, text.encode())
+        self._decoder.require_room(len(tokens), "spliced text")
+        self.push(tokens)
+        return tokens
+
+    # --- the trie ------------------------------------------------------------------------------
+
+    def set_token_trie(
+        self,
+        source: ChoicesLike | TokenTrie | TokenTreePayload | str | bytes,
+        mode: str | int = "greedy",
+        path: str | None = None,
+        *,
+        on_end: str = "mass",
+        on_fault: str = "warn",
+        stop_tokens: Iterable[int] = (),
+        max_span_tokens: int = 500,
+        strict: bool = False,
+        model_id: str | None = None,
+        **spelling: Any,
+    ) -> None:
+        """Constrain the next generations, each from the root on, until ``clear_token_trie``.
+
+        Args:
+            source: a payload or its JSON, a ``TokenTrie``, or choices, tokenized where they are needed.
+            mode: "greedy", "sampled", or the reference's 0 and 1.
+            path: descriptor; needed where there are several.
+            on_end: "mass" or "eog", see ``TrieCursor``.
+            on_fault: see ``TrieCursor``.
+            stop_tokens: further tokens that end a leaf.
+            max_span_tokens: see ``TrieCursor``.
+            strict: see ``TokenTrie.check_vocab``.
+            model_id: see ``TokenTrie.from_payload``.
+            spelling: of ``TokenTrie.from_choices``; ``heal`` takes back tokens of the prompt only.
+
+        Raises:
+            PayloadError, EmptyTrieError, VocabMismatchError, UnknownPathError, ValueError, TypeError: what was
+                set before stays.
+            EngineError: the session is closed or generating.
+        """
+        self._require_idle()
+        samples = as_mode(mode) == "sampled"
+        check_choice("on_end", on_end, ("mass", "eog"))
+        wanted = take_spelling(spelling, "set_token_trie")
+        if isinstance(source, (str, bytes)):
+            source = TokenTreePayload.from_json(source)
+        binding = Binding.of(self._tokenizer, source, path=path, strict=strict, model_id=model_id, spelling=wanted)
+        span = _Span(binding, samples, path, on_end, on_fault, tuple(map(operator.index, stop_tokens)), max_span_tokens)
+        trie = binding.trie or TokenTrie.from_ragged([0], [0, 1])
+        if not self._make_cursor(span, trie, Sampling()).is_active:
+            raise UnknownPathError(f"say which path to set: {list(trie.paths)}")
+        self._span = span
+
+    def clear_token_trie(self) -> None:
+        """Generate freely, or under the grammar, from now on."""
+        self._require_idle()
+        self._span = None
+
+    @property
+    def has_token_trie(self) -> bool:
+        """Whether a trie is set."""
+        return self._span is not None
+
+    def _make_cursor(
+        self, span: _Span, trie: TokenTrie, sampling: Sampling, *, text_goes_on: bool = False
+    ) -> TrieCursor:
+        return TrieCursor(
+            trie,
+            path=span.path,
+            on_end="release" if text_goes_on else span.on_end,
+            on_fault=span.on_fault,
+            eog_ids=self._tokenizer.eog_ids,
+            stop_tokens=span.stop_tokens,
+            max_span_tokens=span.max_span_tokens,
+            sampling=sampling,
+        )
+
+    # --- generating ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        max_tokens: int | None = None,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        *,
+        top_k: int = 40,
+        min_p: float = 0.05,
+        seed: int | None = None,
+        grammar: str | LlamaGrammar | None = None,
+        grammar_triggers: Iterable[str | int] = (),
+        stop: str | Iterable[str] = (),
+        skip: str = "exact",
+        stop_at_span_end: bool = True,
+        on_step: Callable[[StreamStep], Any] | None = None,
+        on_text_chunk: Callable[[str], Any] | None = None,
+        **sampling: Any,
+    ) -> Generation:
+        """Add to the text: the leaf of the trie that is set, and free text where there is none or it goes on.
+
+        Args:
+            max_tokens: at most so many; ``None``: what the context has room for.
+            temperature: of free text and of a "sampled" trie, as the next four; 0 is greedy.
+            top_p: keep the fewest whose mass reaches it.
+            top_k: keep the k likeliest; 0 keeps all.
+            min_p: drop those below this share of the likeliest.
+            seed: of the draws; ``None`` takes a random one.
+            grammar: GBNF with a rule ``root``, for text outside spans. One that is given again goes on.
+            grammar_triggers: texts or ids that wake the grammar up; it lets everything through until then.
+            stop: texts that end a generation; they are not part of the text.
+            skip: "exact" forces only what any run would write; "canonical" completes a trie of every spelling as
+                soon as one leaf is left, as its tokenizer would.
+            stop_at_span_end: with a trie set, end with the leaf. Else free text follows, and a leaf that begins
+                another ends at one of ``stop_tokens`` or where the likeliest token does not go on with it.
+            on_step: called with each ``StreamStep``.
+            on_text_chunk: called with each piece of text, never empty.
+            sampling: more of ``SamplingParams``, for free text: penalties, DRY, mirostat, logit_bias ...
+
+        Returns:
+            ``Generation``. The session's text has what was generated, cancelled or not.
+
+        Raises:
+            EngineError: not prefilled, closed, or generating; the leaf may not fit the context; a decode failed
+                (``code``); the grammar does not allow what the trie picked, or allows nothing.
+            ValueError: a setting out of range; a stop text inside a choice.
+            TypeError: an unknown setting.
+            Exception: what a callback raised.
+        """
+        self._require_prefilled()
+        check_choice("skip", skip, _SKIPS)
+        if max_tokens is not None and operator.index(max_tokens) < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(text, str) and text for text in stops):
+            raise ValueError(f"stop must be texts, none of them empty, got {stop!r}")
+        params = _params(temperature, top_p, top_k, min_p, seed, grammar, grammar_triggers, sampling)
+        draws = Sampling(max(0.0, temperature), max(0, top_k), top_p, min_p, seed)
+        span = self._span
+        cursor = self._enter_span(draws, stops, max_tokens, text_goes_on=not stop_at_span_end)
+        if cursor is None or not stop_at_span_end or self._picker is not None or params.grammar:
+            self._obtain_picker(params)
+        output = _Output(on_step, on_text_chunk, stops, n_skipped=0 if cursor is None else len(cursor.trie.healed))
+        n_prompt = len(self._decoder.tokens)
+        self._decoder.doubt()
+        self._decoder.restart_count()
+        with self._running(output):
+            start = time.perf_counter()
+            limit = min(self._decoder.room - n_prompt, max_tokens or self._decoder.room)
+            steps: list[Step] = []
+            finish_reason = "length"
+            is_complete = False
+            try:
+                if cursor is not None:
+                    is_complete = self._walk(cursor, steps, output, limit, skip, text_goes_on=not stop_at_span_end)
+                    finish_reason = "span" if is_complete else "length"
+                if cursor is None or (is_complete and not stop_at_span_end):
+                    finish_reason = self._write(output, limit)
+            except _CancelledError:
+                finish_reason = "cancelled"
+            output.give(done=True)
+        # Without a decode there is nothing to take the prompt's time from.
+        seconds = time.perf_counter() - (self._decoder.time_of_first_row or start)
+        choice = None
+        if cursor is not None and span is not None:
+            choice = span.binding.make_choice(cursor, steps, complete=is_complete)
+        usage = Usage.of(
+            prompt_tokens=n_prompt,
+            n_tokens=len(output.tokens),
+            asked_to_stop=output.asked_to_stop,
+            n_decodes=self._decoder.n_decodes - self._decoder.n_prefill,
+            skip_ratios=output.skip_ratios,
+            seconds=seconds,
+        )
+        return Generation(output.text, tuple(output.tokens), finish_reason, choice, usage)
+
+    def generate_with_usage(
+        self,
+        max_tokens: int | None = None,
+        *,
+        token_tree_payload: ChoicesLike | TokenTrie | TokenTreePayload | str | bytes | None = None,
+        token_tree_mode: str | int = "greedy",  # noqa: S107 - a mode, no password
+        token_tree_path: str | None = None,
+        **settings: Any,
+    ) -> Generation:
+        """Set a trie, generate, and clear it, also where generating fails.
+
+        Args:
+            max_tokens: see ``generate``.
+            token_tree_payload: see ``set_token_trie``; ``None`` generates without a trie.
+            token_tree_mode: see ``set_token_trie``.
+            token_tree_path: see ``set_token_trie``.
+            settings: of ``generate``.
+
+        Raises:
+            as ``set_token_trie`` and ``generate``.
+        """
+        self._require_prefilled()
+        if token_tree_payload is None:
+            self._span = None
+        else:
+            self.set_token_trie(token_tree_payload, token_tree_mode, token_tree_path)
+        try:
+            return self.generate(max_tokens, **settings)
+        finally:
+            self._span = None
+
+    def cancel(self) -> None:
+        """End the running generation before its next decode; from any thread. Otherwise nothing happens."""
+        if self._is_running:
+            self._cancelled.set()
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the samplers; the ``Llama`` stays open. A second call does nothing.
+
+        Raises:
+            EngineError: a generation is running; cancel it first.
+        """
+        if self._is_running:
+            raise EngineError("a generation is running; cancel it before the session is closed")
+        self._drop_picker()
+        self._span = None
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """State and size."""
+        state = "closed" if self._is_closed else "generating" if self._is_running else "open"
+        return f"StreamSession({state}, {len(self._decoder.tokens)} tokens, token_trie={self.has_token_trie})"
+
+    # --- a row source that can be cancelled ----------------------------------------------------
+
+    def push(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text, as ``span.RowSource``; every sampler takes them in."""
+        for token in tokens:
+            if self._picker is not None:
+                self._picker.accept(token)
+            self._decoder.push([token])
+            self._generated.append(token)
+
+    def row(self) -> npt.NDArray[np.float32]:
+        """The logits after the text, as ``span.RowSource``."""
+        if self._output is not None:
+            # What is settled is told before the next decode makes it wait.
+            self._output.give()
+        if self._cancelled.is_set():
+            raise _CancelledError
+        return self._decoder.row()
+
+    # --- parts of generate ---------------------------------------------------------------------
+
+    def _enter_span(
+        self, draws: Sampling, stops: Sequence[str], max_tokens: int | None, *, text_goes_on: bool
+    ) -> TrieCursor | None:
+        """A cursor at the root of the trie behind the text; heals the prompt's end where that is asked for."""
+        span = self._span
+        if span is None:
+            return None
+        for text in span.binding.texts:
+            for stop in stops:
+                if stop in text:
+                    raise ValueError(f"the stop text {stop!r} is inside the choice {text!r} and would cut it")
+        if self._generated:
+            trie, kept = span.binding.trie_behind(self._decoder.tokens), self._decoder.tokens
+        else:
+            trie, kept = span.binding.prepare(self._decoder.tokens)
+        cursor = self._make_cursor(span, trie, draws, text_goes_on=text_goes_on)
+        n_more = trie.depth if max_tokens is None else min(trie.depth, max_tokens)
+        if len(kept) + n_more > self._decoder.room:
+            self._decoder.require_room(n_more, "a choice")
+        if len(kept) < len(self._decoder.tokens):
+            self._decoder.replace(kept)
+        return cursor
+
+    def _walk(
+        self, cursor: TrieCursor, steps: list[Step], output: _Output, limit: int, skip: str, *, text_goes_on: bool
+    ) -> bool:
+        """Take the trie's span; whether its leaf is complete."""
+        trie = cursor.trie
+        span = self._span
+        samples = span is not None and span.samples
+        finish = self._finish if skip == "canonical" and trie.sole_leaf is not None else None
+        node = cursor.node
+        for move in walk_span(
+            self, cursor, samples=samples, max_tokens=limit, finish=finish, text_goes_on=text_goes_on
+        ):
+            for step in move.steps:
+                output.skip_ratios.append(1.0 - self._count_options(trie, node) / self._tokenizer.n_vocab)
+                node = trie.step(node, step.token)
+            tokens = [step.token for step in move.steps]
+            steps.extend(move.steps)
+            output.take(tokens, self._tokenizer.detokenize(tokens))
+            if move.end is not None:
+                output.asked_to_stop = True
+                output.skip_ratios.append(1.0 - self._count_options(trie, node) / self._tokenizer.n_vocab)
+                if move.end.token != END or not text_goes_on:
+                    steps.append(move.end)
+                return True
+        return cursor.must_end or not cursor.is_active
+
+    def _count_options(self, trie: TokenTrie, node: int) -> int:
+        n_children = int(trie.first_child[node + 1] - trie.first_child[node])
+        return n_children + (len(self._tokenizer.eog_ids) if trie.is_terminal(node) else 0)
+
+    def _finish(self, cursor: TrieCursor) -> Sequence[int]:
+        return finish_leaf(self._tokenizer, cursor.trie, cursor.node, self._decoder.tokens)
+
+    def _write(self, output: _Output, limit: int) -> str:
+        """Free text; why it ended."""
+        picker = self._picker
+        if picker is None:
+            raise TrieSamplerError("free text needs samplers")
+        while len(output.tokens) < limit:
+            token = picker.pick(self.row())
+            if self._tokenizer.is_eog(token):
+                output.asked_to_stop = True
+                return "eog"
+            self.push([token])
+            if output.take([token], self._tokenizer.detokenize([token])):
+                return "stop"
+        return "length"
+
+    # --- samplers ------------------------------------------------------------------------------
+
+    def _obtain_picker(self, params: SamplingParams) -> Picker:
+        """Samplers for these parameters, in the state that the session's tokens leave them in."""
+        old = self._picker
+        if old is not None and old.params == params:
+            return old
+        same_grammar = old is not None and _grammar_of(old.params) == _grammar_of(params)
+        start = self._grammar_start if same_grammar else len(self._generated)
+        new = Picker(self._llm, params)
+        try:
+            new.replay(self._generated[:start])
+            for token in self._generated[start:]:
+                new.accept(token)
+        except BaseException:
+            new.close()
+            raise
+        self._drop_picker()
+        self._picker, self._grammar_start = new, start
+        return new
+
+    def _drop_picker(self) -> None:
+        if self._picker is not None:
+            self._picker.close()
+            self._picker = None
+
+    # --- states --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _running(self, output: _Output) -> Iterator[None]:
+        self._cancelled.clear()
+        self._output = output
+        try:
+            yield
+        finally:
+            self._output = None
+            self._cancelled.clear()
+
+    @property
+    def _is_running(self) -> bool:
+        return self._output is not None
+
+    def _require_idle(self) -> None:
+        if self._is_closed:
+            raise EngineError("the session is closed")
+        if self._is_running:
+            raise EngineError("the session is generating; cancel it, or wait")
+
+    def _require_prefilled(self) -> None:
+        self._require_idle()
+        if not self._prompt:
+            raise EngineError("there is no prompt yet; call prefill first")
+
+
+def _params(
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    seed: int | None,
+    grammar: str | LlamaGrammar | None,
+    triggers: Iterable[str | int],
+    more: dict[str, Any],
+) -> SamplingParams:
+    lazy = tuple(triggers)
+    return SamplingParams(
+        temp=float(temperature),
+        top_p=float(top_p),
+        top_k=top_k,
+        min_p=float(min_p),
+        grammar=getattr(grammar, "_grammar", grammar),
+        grammar_lazy=bool(lazy),
+        grammar_triggers=lazy,
+        **({} if seed is None else {"seed": seed}),
+        **more,
+    )
+
+
+def _grammar_of(params: SamplingParams) -> tuple[Any, ...]:
+    return params.grammar, params.grammar_lazy, params.grammar_triggers
