@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from trie_sampler.llama.sampler import llama_sampler_init_token_trie, token_trie_handle
     from trie_sampler.llama.vocab import forget_model, model_id
     from trie_sampler.payload import TokenSequence, TokenTreeDescriptor, TokenTreePayload
+    from trie_sampler.session import StreamSession
+    from trie_sampler.skeleton import ResponseSkeleton
     from trie_sampler.trie import TokenTrie
 
 __version__ = "0.1.0"
@@ -40,7 +42,9 @@ _HOMES = {
     "OffTrieError": "errors",
     "PayloadError": "errors",
     "Sampling": "cursor",
+    "ResponseSkeleton": "skeleton",
     "SamplingParams": "llama.chain",
+    "StreamSession": "session",
     "TokenSequence": "payload",
     "TokenTreeDescriptor": "payload",
     "TokenTreePayload": "payload",
@@ -69,8 +73,10 @@ __all__ = [
     "EngineError",
     "OffTrieError",
     "PayloadError",
+    "ResponseSkeleton",
     "Sampling",
     "SamplingParams",
+    "StreamSession",
     "TokenSequence",
     "TokenTreeDescriptor",
     "TokenTreePayload",

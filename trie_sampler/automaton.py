@@ -105,13 +105,58 @@ class Automaton(NamedTuple):
     """Tokens of the longest path."""
 
 
-def write_in_every_way(byte: Int32s, first_child: Int32s, leaf: Int32s, n_roots: int, pieces: PieceIndex) -> Automaton:
-    """The automaton of all spellings of the leaves of a byte trie.
+class ByteGraph(NamedTuple):
+    """What is to be written, byte by byte: B nodes, C edges, each to a node of larger number; see ``layout``."""
+
+    byte: Int32s
+    """[C] int32"""
+    target: Int32s
+    """[C] int32"""
+    first_child: Int32s
+    """[B+1] int32"""
+    leaf: Int32s
+    """[B] int32"""
+
+    @classmethod
+    def of_trie(cls, byte: Int32s, first_child: Int32s, leaf: Int32s) -> ByteGraph:
+        """A byte trie's arrays: edge i leads to node i."""
+        return cls(byte, np.arange(len(byte), dtype=NODE), first_child, leaf)
+
+    @classmethod
+    def of_numbers(cls) -> ByteGraph:
+        """JSON numbers of up to 15 digits before and 6 after the point; all are leaf 0.
+
+        A float64 holds 15 decimal digits.
+        """
+        n_integer, n_fraction = 15, 6
+        # 0 start, 1 after the sign, 2 a lone zero, then one node for each digit, the point, its digits.
+        first_digit = 3
+        point = first_digit + n_integer
+        n_nodes = point + 1 + n_fraction
+        edges: list[list[tuple[int, int]]] = [[] for _ in range(n_nodes)]
+        digits = range(ord("0"), ord("9") + 1)
+        for node in (0, 1):
+            edges[node] += [(ord("0"), 2), *((digit, first_digit) for digit in digits[1:])]
+        edges[0] = [(ord("-"), 1), *edges[0]]
+        for node in range(2, point):
+            edges[node].append((ord("."), point))
+        for node in (*range(first_digit, point - 1), *range(point, n_nodes - 1)):
+            edges[node] += [(digit, node + 1) for digit in digits]
+        ends = [node > 1 and node != point for node in range(n_nodes)]
+        flat = [edge for node in edges for edge in node]
+        return cls(
+            np.array([byte for byte, _ in flat], TOKEN),
+            np.array([target for _, target in flat], NODE),
+            np.cumsum([0, *map(len, edges)]).astype(NODE),
+            np.where(ends, 0, NO_LEAF).astype(LEAF),
+        )
+
+
+def write_in_every_way(graph: ByteGraph, n_roots: int, pieces: PieceIndex) -> Automaton:
+    """The automaton of all spellings of the leaves of a byte trie or graph.
 
     Args:
-        byte: [B] int32, a byte trie's ``token``; nodes in breadth-first order.
-        first_child: [B+1] int32.
-        leaf: [B] int32.
+        graph: what is to be written.
         n_roots: the first nodes are roots, and stay.
         pieces: the vocabulary.
 
@@ -121,8 +166,9 @@ def write_in_every_way(byte: Int32s, first_child: Int32s, leaf: Int32s, n_roots:
 
     Cost: O(E log K); 0.1 s for 10,000 choices of 20 bytes.
     """
+    leaf = graph.leaf
     first_edge, token, target = _match_pieces(
-        byte, first_child, pieces.byte, pieces.first_child, pieces.first_id, pieces.ids
+        graph.byte, graph.target, graph.first_child, pieces.byte, pieces.first_child, pieces.first_id, pieces.ids
     )
     state_of, n_states, n_edges = _find_states(first_edge, target, leaf, n_roots)
     kept = (np.empty(n_edges, TOKEN), np.empty(n_edges, NODE), np.empty(n_states + 1, NODE))
@@ -132,7 +178,7 @@ def write_in_every_way(byte: Int32s, first_child: Int32s, leaf: Int32s, n_roots:
 
 
 @jit
-def _match_pieces(byte, first_child, piece_byte, piece_first_child, first_id, ids):
+def _match_pieces(byte, byte_target, first_child, piece_byte, piece_first_child, first_id, ids):
     """(first_edge [B+1], token [E], target [E]): every token whose bytes lie on a path from a node."""
     n_nodes = first_child.shape[0] - 1
     first_edge = np.empty(n_nodes + 1, np.int64)
@@ -147,8 +193,9 @@ def _match_pieces(byte, first_child, piece_byte, piece_first_child, first_id, id
         while height > 0:
             height -= 1
             here, piece = stack[height, 0], stack[height, 1]
-            for child in range(first_child[here], first_child[here + 1]):
-                longer = _find_byte(piece_byte, piece_first_child[piece], piece_first_child[piece + 1], byte[child])
+            for way in range(first_child[here], first_child[here + 1]):
+                child = byte_target[way]
+                longer = _find_byte(piece_byte, piece_first_child[piece], piece_first_child[piece + 1], byte[way])
                 if longer < 0:
                     continue
                 n_new = first_id[longer + 1] - first_id[longer]

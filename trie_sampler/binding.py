@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from trie_sampler.automaton import forget_pieces
 from trie_sampler.cache import Recent
@@ -17,6 +17,8 @@ from trie_sampler.layout import END
 from trie_sampler.payload import TokenTreePayload
 from trie_sampler.tokens import Tokenizer, edge_of, spell_choices
 from trie_sampler.trie import TokenTrie
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,27 @@ def _recent_of(tokenizer: Tokenizer) -> Recent[_Bound]:
         return Recent()
 
 
+_made: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def kept_for(tokenizer: Tokenizer, name: str, make: Callable[[Tokenizer], _T]) -> _T:
+    """What is made once of a vocabulary, until it is forgotten."""
+    try:
+        things = _made.setdefault(tokenizer, {})
+    except TypeError:  # a Tokenizer that cannot be hashed or weakly referenced
+        return make(tokenizer)
+    if name not in things:
+        things[name] = make(tokenizer)
+    thing: _T = things[name]
+    return thing
+
+
 def forget_vocabulary(tokenizer: Tokenizer) -> None:
     """Drop what is kept for a vocabulary."""
     forget_pieces(tokenizer)
     try:
         _recent.pop(tokenizer, None)
+        _made.pop(tokenizer, None)
     except TypeError:
         return
 
@@ -68,6 +86,8 @@ class Binding:
         source: TokenTrie | Choices,
         choices_by_path: Mapping[str, Choices],
         spelling: Spelling,
+        *,
+        is_quiet: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._source = source
@@ -75,7 +95,7 @@ class Binding:
         self._spelling = spelling
         self._recent = _recent_of(tokenizer)
         self._longest = 0
-        self._told = False
+        self._told = is_quiet
 
     @classmethod
     def of(
@@ -87,6 +107,7 @@ class Binding:
         strict: bool = False,
         model_id: str | None = None,
         spelling: Spelling | None = None,
+        is_quiet: bool = False,
     ) -> Binding:
         """Bind choices as people have them, a trie, or a payload.
 
@@ -97,6 +118,7 @@ class Binding:
             strict: see ``TokenTrie.check_vocab``.
             model_id: see ``TokenTrie.from_payload``.
             spelling: how choices become tokens; a trie and a payload are spelled already.
+            is_quiet: do not warn of unusual tokens.
 
         Raises:
             EmptyTrieError, UnknownPathError, VocabMismatchError, TypeError, ValueError: as those.
@@ -111,12 +133,12 @@ class Binding:
                 for descriptor in source.descriptors
                 if descriptor.path in trie.paths
             }
-            return cls(tokenizer, trie, names, spelling)
+            return cls(tokenizer, trie, names, spelling, is_quiet=is_quiet)
         if isinstance(source, TokenTrie):
             source.check_vocab(tokenizer, strict=strict)
-            return cls(tokenizer, source, {}, spelling)
+            return cls(tokenizer, source, {}, spelling, is_quiet=is_quiet)
         choices = Choices.of(source)
-        return cls(tokenizer, choices, {"": choices}, spelling)
+        return cls(tokenizer, choices, {"": choices}, spelling, is_quiet=is_quiet)
 
     @property
     def trie(self) -> TokenTrie | None:

@@ -41,7 +41,7 @@ _TokenId = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
 _Loc = tuple[int | str, ...]
 
 
-class _WireModel(BaseModel):
+class WireModel(BaseModel):
     """Frozen model whose constructor raises :class:`PayloadError` and takes either spelling of a key."""
 
     model_config = ConfigDict(frozen=True, alias_generator=to_camel, serialize_by_alias=True)
@@ -64,7 +64,7 @@ class _WireModel(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
-class TokenSequence(_WireModel):
+class TokenSequence(WireModel):
     """One allowed value and one token path that spells it.
 
     Several sequences of one name are several spellings of one leaf.
@@ -86,7 +86,7 @@ class TokenSequence(_WireModel):
     tokens: tuple[_TokenId, ...]
 
 
-class TokenTreeDescriptor(_WireModel):
+class TokenTreeDescriptor(WireModel):
     """One constrained span and the values allowed in it.
 
     Attributes:
@@ -106,7 +106,7 @@ class TokenTreeDescriptor(_WireModel):
     leaves: tuple[TokenSequence, ...]
 
 
-class TokenTreePayload(_WireModel):
+class TokenTreePayload(WireModel):
     """All that is to be constrained in one answer of one model.
 
     Attributes:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +17,25 @@ from llama_cpp import Llama
 from llama_cpp.llama_grammar import LlamaGrammar
 from typing_extensions import Self
 
-from trie_sampler.binding import Binding
+from trie_sampler.binding import Binding, kept_for
 from trie_sampler.choice import Choice
-from trie_sampler.choices import ChoicesLike, take_spelling
+from trie_sampler.choices import ChoicesLike, Spelling, take_spelling
 from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode, check_choice
 from trie_sampler.errors import EngineError, TrieSamplerError, UnknownPathError
-from trie_sampler.layout import END
 from trie_sampler.llama.chain import SamplingParams
 from trie_sampler.llama.decoder import Decoder
 from trie_sampler.llama.picker import Picker
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens
 from trie_sampler.payload import TokenTreePayload
 from trie_sampler.span import walk_span
-from trie_sampler.tokens import continue_text, finish_leaf
+from trie_sampler.tokens import Tokenizer, continue_text, finish_leaf
 from trie_sampler.trie import TokenTrie
 from trie_sampler.usage import Usage
 
+_T = TypeVar("_T")
+
 _SKIPS = ("exact", "canonical")
+_MIN_P = 0.05
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,32 @@ class _CancelledError(Exception):
     """Somebody called ``cancel``."""
 
 
-@dataclass
-class _Span:
-    """The trie that is set, and how to walk it."""
+@dataclass(frozen=True)
+class Span:
+    """A trie and how to walk it."""
 
     binding: Binding
-    samples: bool
-    path: str | None
-    on_end: str
-    on_fault: str
-    stop_tokens: tuple[int, ...]
-    max_span_tokens: int
+    samples: bool = False
+    path: str | None = None
+    on_end: str = "mass"
+    on_fault: str = "warn"
+    stop_tokens: tuple[int, ...] = ()
+    max_span_tokens: int = 500
+
+
+@dataclass(frozen=True)
+class FreeText:
+    """Text without a trie, and what bounds it.
+
+    Attributes:
+        allowed: [V] bool, the tokens that may come; ``None`` is all.
+        closers: [V] bool, tokens that end it.
+        ends_where_foreign: it also ends where it may and the likeliest token of all is none that may follow.
+    """
+
+    allowed: npt.NDArray[np.bool_] | None = None
+    closers: npt.NDArray[np.bool_] | None = None
+    ends_where_foreign: bool = False
 
 
 @dataclass
@@ -178,7 +195,7 @@ class StreamSession:
         self._tokenizer = as_tokenizer(llm)
         self._prompt: list[int] = []
         self._generated: list[int] = []
-        self._span: _Span | None = None
+        self._span: Span | None = None
         self._picker: Picker | None = None
         self._grammar_start = 0
         self._cancelled = threading.Event()
@@ -288,7 +305,7 @@ class StreamSession:
         if isinstance(source, (str, bytes)):
             source = TokenTreePayload.from_json(source)
         binding = Binding.of(self._tokenizer, source, path=path, strict=strict, model_id=model_id, spelling=wanted)
-        span = _Span(binding, samples, path, on_end, on_fault, tuple(map(operator.index, stop_tokens)), max_span_tokens)
+        span = Span(binding, samples, path, on_end, on_fault, tuple(map(operator.index, stop_tokens)), max_span_tokens)
         trie = binding.trie or TokenTrie.from_ragged([0], [0, 1])
         if not self._make_cursor(span, trie, Sampling()).is_active:
             raise UnknownPathError(f"say which path to set: {list(trie.paths)}")
@@ -305,7 +322,7 @@ class StreamSession:
         return self._span is not None
 
     def _make_cursor(
-        self, span: _Span, trie: TokenTrie, sampling: Sampling, *, text_goes_on: bool = False
+        self, span: Span, trie: TokenTrie, sampling: Sampling, *, text_goes_on: bool = False
     ) -> TrieCursor:
         return TrieCursor(
             trie,
@@ -372,38 +389,57 @@ class StreamSession:
         check_choice("skip", skip, _SKIPS)
         if max_tokens is not None and operator.index(max_tokens) < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stops):
             raise ValueError(f"stop must be texts, none of them empty, got {stop!r}")
         params = _params(temperature, top_p, top_k, min_p, seed, grammar, grammar_triggers, sampling)
         draws = Sampling(max(0.0, temperature), max(0, top_k), top_p, min_p, seed)
-        span = self._span
-        cursor = self._enter_span(draws, stops, max_tokens, text_goes_on=not stop_at_span_end)
-        if cursor is None or not stop_at_span_end or self._picker is not None or params.grammar:
+        output = _Output(on_step, on_text_chunk, stops)
+        free = FreeText() if self._span is None or not stop_at_span_end else None
+        return self._run(self._span, free, output, params, draws, max_tokens, skip=skip)
+
+    def _run(
+        self,
+        span: Span | None,
+        free: FreeText | None,
+        output: _Output,
+        params: SamplingParams,
+        draws: Sampling,
+        max_tokens: int | None,
+        *,
+        skip: str = "exact",
+    ) -> Generation:
+        """A span, free text, or the one and then the other; settings are checked already."""
+        cursor = (
+            None
+            if span is None
+            else self._enter_span(span, draws, output.stops, max_tokens, text_goes_on=free is not None)
+        )
+        if free is not None or self._picker is not None or params.grammar:
             self._obtain_picker(params)
-        output = _Output(on_step, on_text_chunk, stops, n_skipped=0 if cursor is None else len(cursor.trie.healed))
+        output.n_skipped = 0 if cursor is None else len(cursor.trie.healed)
         n_prompt = len(self._decoder.tokens)
         self._decoder.doubt()
         self._decoder.restart_count()
+        steps: list[Step] = []
+        finish_reason = "length"
+        is_complete = False
         with self._running(output):
             start = time.perf_counter()
             limit = min(self._decoder.room - n_prompt, max_tokens or self._decoder.room)
-            steps: list[Step] = []
-            finish_reason = "length"
-            is_complete = False
             try:
-                if cursor is not None:
-                    is_complete = self._walk(cursor, steps, output, limit, skip, text_goes_on=not stop_at_span_end)
+                if span is not None and cursor is not None:
+                    is_complete = self._walk(span, cursor, steps, output, limit, skip, text_goes_on=free is not None)
                     finish_reason = "span" if is_complete else "length"
-                if cursor is None or (is_complete and not stop_at_span_end):
-                    finish_reason = self._write(output, limit)
+                if free is not None and (cursor is None or is_complete):
+                    finish_reason = self._write(free, output, limit)
             except _CancelledError:
                 finish_reason = "cancelled"
             output.give(done=True)
         # Without a decode there is nothing to take the prompt's time from.
         seconds = time.perf_counter() - (self._decoder.time_of_first_row or start)
         choice = None
-        if cursor is not None and span is not None:
+        if span is not None and cursor is not None:
             choice = span.binding.make_choice(cursor, steps, complete=is_complete)
         usage = Usage.of(
             prompt_tokens=n_prompt,
@@ -445,6 +481,51 @@ class StreamSession:
             return self.generate(max_tokens, **settings)
         finally:
             self._span = None
+
+    # --- for who drives a session span by span -------------------------------------------------
+
+    def bind(self, source: Any, *, path: str | None = None, spelling: Spelling | None = None) -> Binding:
+        """Bind what is chosen from to the session's vocabulary; nothing is warned about."""
+        return Binding.of(self._tokenizer, source, path=path, spelling=spelling, is_quiet=True)
+
+    def run_span(
+        self,
+        span: Span,
+        *,
+        temperature: float,
+        top_p: float = 0.95,
+        top_k: int = 40,
+        seed: int | None = None,
+        on_step: Callable[[StreamStep], Any] | None = None,
+        on_text_chunk: Callable[[str], Any] | None = None,
+    ) -> Generation:
+        """``generate`` with a trie that is set for this once."""
+        self._require_prefilled()
+        params = _params(temperature, top_p, top_k, _MIN_P, seed, None, (), {})
+        draws = Sampling(temperature, top_k, top_p, _MIN_P, seed)
+        return self._run(span, None, _Output(on_step, on_text_chunk, ()), params, draws, None)
+
+    def run_free(
+        self,
+        free: FreeText,
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float = 0.95,
+        top_k: int = 40,
+        seed: int | None = None,
+        grammar: str | None = None,
+        on_step: Callable[[StreamStep], Any] | None = None,
+        on_text_chunk: Callable[[str], Any] | None = None,
+    ) -> Generation:
+        """``generate`` of bounded free text."""
+        self._require_prefilled()
+        params = _params(temperature, top_p, top_k, _MIN_P, seed, grammar, (), {})
+        return self._run(None, free, _Output(on_step, on_text_chunk, ()), params, Sampling(), max_tokens)
+
+    def keep(self, name: str, make: Callable[[Tokenizer], _T]) -> _T:
+        """What is made once of the session's vocabulary, and kept with it."""
+        return kept_for(self._tokenizer, name, make)
 
     def cancel(self) -> None:
         """End the running generation before its next decode; from any thread. Otherwise nothing happens."""
@@ -498,13 +579,10 @@ class StreamSession:
     # --- parts of generate ---------------------------------------------------------------------
 
     def _enter_span(
-        self, draws: Sampling, stops: Sequence[str], max_tokens: int | None, *, text_goes_on: bool
-    ) -> TrieCursor | None:
+        self, span: Span, draws: Sampling, stops: Sequence[str], max_tokens: int | None, *, text_goes_on: bool
+    ) -> TrieCursor:
         """A cursor at the root of the trie behind the text; heals the prompt's end where that is asked for."""
-        span = self._span
-        if span is None:
-            return None
-        for text in span.binding.texts:
+        for text in span.binding.texts if stops else ():
             for stop in stops:
                 if stop in text:
                     raise ValueError(f"the stop text {stop!r} is inside the choice {text!r} and would cut it")
@@ -521,17 +599,23 @@ class StreamSession:
         return cursor
 
     def _walk(
-        self, cursor: TrieCursor, steps: list[Step], output: _Output, limit: int, skip: str, *, text_goes_on: bool
+        self,
+        span: Span,
+        cursor: TrieCursor,
+        steps: list[Step],
+        output: _Output,
+        limit: int,
+        skip: str,
+        *,
+        text_goes_on: bool,
     ) -> bool:
         """Take the trie's span; whether its leaf is complete."""
-        trie = cursor.trie
-        span = self._span
-        samples = span is not None and span.samples
+        trie, node = cursor.trie, cursor.node
         finish = self._finish if skip == "canonical" and trie.sole_leaf is not None else None
-        node = cursor.node
-        for move in walk_span(
-            self, cursor, samples=samples, max_tokens=limit, finish=finish, text_goes_on=text_goes_on
-        ):
+        moves = walk_span(
+            self, cursor, samples=span.samples, max_tokens=limit, finish=finish, text_goes_on=text_goes_on
+        )
+        for move in moves:
             for step in move.steps:
                 output.skip_ratios.append(1.0 - self._count_options(trie, node) / self._tokenizer.n_vocab)
                 node = trie.step(node, step.token)
@@ -541,7 +625,7 @@ class StreamSession:
             if move.end is not None:
                 output.asked_to_stop = True
                 output.skip_ratios.append(1.0 - self._count_options(trie, node) / self._tokenizer.n_vocab)
-                if move.end.token != END or not text_goes_on:
+                if not text_goes_on:
                     steps.append(move.end)
                 return True
         return cursor.must_end or not cursor.is_active
@@ -553,19 +637,26 @@ class StreamSession:
     def _finish(self, cursor: TrieCursor) -> Sequence[int]:
         return finish_leaf(self._tokenizer, cursor.trie, cursor.node, self._decoder.tokens)
 
-    def _write(self, output: _Output, limit: int) -> str:
+    def _write(self, free: FreeText, output: _Output, limit: int) -> str:
         """Free text; why it ended."""
         picker = self._picker
         if picker is None:
             raise TrieSamplerError("free text needs samplers")
+        ends = self._tokenizer.eog_ids
         while len(output.tokens) < limit:
-            token = picker.pick(self.row())
+            row = self.row()
+            if free.ends_where_foreign and not picker.allows(int(np.argmax(row))) and picker.allows(ends[0]):
+                output.asked_to_stop = True
+                return "span"
+            token = picker.pick(row, free.allowed)
             if self._tokenizer.is_eog(token):
                 output.asked_to_stop = True
                 return "eog"
             self.push([token])
             if output.take([token], self._tokenizer.detokenize([token])):
                 return "stop"
+            if free.closers is not None and free.closers[token]:
+                return "span"
         return "length"
 
     # --- samplers ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from trie_sampler.automaton import PieceIndex, write_in_every_way
+from trie_sampler.automaton import ByteGraph, PieceIndex, write_in_every_way
 from trie_sampler.build import build_arrays
 from trie_sampler.choices import Choices, ChoicesLike
 from trie_sampler.errors import (
@@ -269,9 +269,29 @@ class TokenTrie:
             model_id=getattr(tokenizer, "fingerprint", None),
         )
 
+    @classmethod
+    def _of_numbers(cls, tokenizer: Tokenizer) -> TokenTrie:
+        """JSON numbers in all ways to write them; the one leaf is called ``number``."""
+        states = write_in_every_way(ByteGraph.of_numbers(), 1, PieceIndex.of(tokenizer))
+        trie = cls._from_arrays(
+            states.token,
+            states.first_child,
+            states.leaf,
+            int(states.depth),
+            None,
+            {"": 0},
+            1,
+            _Names.of(["number"]),
+            np.empty((2, 0), LEAF),
+            states.target,
+            states.sole_leaf,
+        )
+        return replace(trie, model_id=getattr(tokenizer, "fingerprint", None))
+
     def _written_in_every_way(self, pieces: PieceIndex) -> TokenTrie:
         """The graph of all spellings of this trie's leaves, whose tokens are bytes."""
-        states = write_in_every_way(self.token, self.first_child, self.leaf, len(self._roots), pieces)
+        graph = ByteGraph.of_trie(self.token, self.first_child, self.leaf)
+        states = write_in_every_way(graph, len(self._roots), pieces)
         lost = np.setdiff1d(self.leaf, states.leaf)
         if lost.size:
             raise VocabMismatchError(f"choice {self._name(int(lost[0]))!r}: this vocabulary cannot write it")

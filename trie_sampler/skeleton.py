@@ -1,0 +1,533 @@
+"""``ResponseSkeleton``: an answer whose fixed parts are given and whose open parts a model fills, span by span."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from trie_sampler.choices import Choices, Spelling
+from trie_sampler.errors import EngineError, PayloadError, warn
+from trie_sampler.payload import TokenTreePayload, WireModel
+from trie_sampler.session import FreeText, Generation, Span, StreamSession, StreamStep
+from trie_sampler.tokens import Tokenizer
+from trie_sampler.trie import TokenTrie
+from trie_sampler.usage import Usage
+
+JSON_VALUE = r"""
+value ::= object | array | string | number | "true" | "false" | "null"
+object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? ws "}"
+array ::= "[" ws (value ("," ws value)*)? ws "]"
+string ::= "\"" ([^"\\\x00-\x1f\x7f] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F]))* "\""
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
+ws ::= " "?
+"""
+"""GBNF rules of JSON with at most one space between things: a model cannot stall in white space."""
+
+_FREE_TEMPERATURE = 0.8
+_ARRAY = "[]"
+# The first word of a literal, with what stands before it: text behind it is cut from it cleanly.
+_HEAD = re.compile(r"[^\w]*\w+")
+_FIRST_PRINTABLE = 0x20
+
+
+class SkeletonSpan(WireModel):
+    """One span of an answer.
+
+    Attributes:
+        kind: ``literal`` is written as it is; ``enum``, ``boolean``, ``number``, ``free-string`` and ``free-json``
+            are JSON values that the model fills, an ``enum`` or ``free-string`` with its quotes.
+        key: what the value is called in the result, and the path of its descriptor in a payload. One that ends
+            in ``[]`` is an array of such values.
+        value: the text of a literal.
+        enum_values: the values of an enum; ``None`` takes them from the payload.
+        rule: GBNF for the value, instead of what the kind says: the right side of ``root ::=``, or whole rules.
+        max_tokens: of a free span, or of one element; a string is closed there, JSON is an error.
+        max_elements: of an array.
+    """
+
+    kind: Literal["literal", "enum", "boolean", "number", "free-string", "free-json"]
+    key: str | None = None
+    value: str | None = None
+    enum_values: tuple[str, ...] | None = None
+    rule: str | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=1)] = 128
+    max_elements: Annotated[int, Field(strict=True, ge=1)] = 8
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "literal":
+            if self.value is None:
+                raise ValueError("a literal needs a value, its text")
+        elif self.key is None:
+            raise ValueError(f"a span of kind {self.kind!r} needs a key")
+        if self.enum_values is not None and not self.enum_values:
+            raise ValueError("enum_values is empty, so there is nothing to choose from")
+        return self
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it writes a JSON array of its kind."""
+        return self.key is not None and self.key.endswith(_ARRAY)
+
+
+class SpanOverride(WireModel):
+    """How one span is sampled. Enums, booleans and numbers are greedy, and free spans sampled, unless it says so.
+
+    Attributes:
+        span_index: place in ``spans``.
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest.
+        top_p: keep the fewest whose mass reaches it.
+    """
+
+    span_index: Annotated[int, Field(strict=True, ge=0)]
+    temperature: Annotated[float, Field(ge=0.0)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+
+
+class SamplerPlan(WireModel):
+    """Overrides by span.
+
+    Attributes:
+        overrides: at most one a span.
+        strict: an override of a span that is not there, or of a literal, is an error instead of a warning.
+    """
+
+    overrides: tuple[SpanOverride, ...] = ()
+    strict: bool = False
+
+
+class Grammar(NamedTuple):
+    """A skeleton as one GBNF grammar, for engines without tries."""
+
+    source: str
+    """Rules; the first is ``root``."""
+    lazy: bool
+    """Whether it waits for the trigger."""
+    trigger: str | None
+    """The opening literal."""
+
+
+@dataclass(frozen=True)
+class SpanUsage:
+    """What one span cost; an array has one for each part."""
+
+    span_index: int
+    key: str | None
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class FilledSkeleton:
+    """A filled answer.
+
+    Attributes:
+        text: all of it.
+        values: key -> parsed value, a list for keys that end in ``[]`` (which the key keeps).
+        usages: of every part that a model filled.
+    """
+
+    text: str
+    values: Mapping[str, Any]
+    usages: tuple[SpanUsage, ...]
+
+    @property
+    def forward_passes(self) -> int:
+        """Decodes made for open spans, each span's first look among them; literals have none of their own."""
+        return sum(1 + one.usage.forward_passes_total - one.usage.forward_passes_saved for one in self.usages)
+
+
+class ResponseSkeleton(WireModel):
+    r"""An answer as spans: literals, and JSON values that a model fills between them.
+
+    Attributes:
+        spans: in order. Every key once.
+
+    Raises:
+        PayloadError: malformed.
+
+    Example:
+        >>> skeleton = ResponseSkeleton(spans=[
+        ...     {"kind": "literal", "value": '{"action":'},
+        ...     {"kind": "enum", "key": "action", "enumValues": ["REPLY", "IGNORE"]},
+        ...     {"kind": "literal", "value": "}"},
+        ... ])
+        >>> print(skeleton.to_gbnf().source.splitlines()[0])
+        root ::= "{\"action\":" span1 "}"
+    """
+
+    spans: tuple[SkeletonSpan, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        keys = [span.key for span in self.spans if span.kind != "literal"]
+        twice = {key for key in keys if keys.count(key) > 1}
+        if twice:
+            raise ValueError(f"a key can name one span, and {sorted(map(str, twice))} name several")
+        return self
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read the wire format, camelCase keys.
+
+        Raises:
+            PayloadError: not JSON, or not of this form.
+        """
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PayloadError(f"ResponseSkeleton: not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise PayloadError(f"ResponseSkeleton: an object is expected, got {type(content).__name__}")
+        try:
+            return cls(**content)
+        except TypeError as error:
+            raise PayloadError(str(error)) from error
+
+    def to_json(self) -> str:
+        """The wire format, without fields that are not set."""
+        return self.model_dump_json(by_alias=True, exclude_defaults=True)
+
+    def to_gbnf(self, payload: TokenTreePayload | None = None) -> Grammar:
+        """The whole answer as a grammar: the fallback for an engine that has no tries.
+
+        Args:
+            payload: has the values of enums that name none.
+
+        Returns:
+            ``Grammar``: lazy, with the opening literal as trigger, where the skeleton begins with one.
+
+        Raises:
+            PayloadError: an enum without values.
+        """
+        parts, rules = [], []
+        for place, span in enumerate(self.spans):
+            if span.kind == "literal":
+                parts.append(_quoted(span.value or ""))
+                continue
+            parts.append(f"span{place}")
+            element = self._rule_of(span, payload)
+            if span.is_array:
+                rest = f'("," " "? {element})' + f"{{0,{span.max_elements - 1}}}"
+                element = f'"[" ({element} {rest})? "]"'
+            rules.append(f"span{place} ::= {element}")
+        first = self.spans[0] if self.spans else None
+        trigger = first.value if first is not None and first.kind == "literal" and first.value else None
+        source = "\n".join([f"root ::= {' '.join(parts)}", *rules]) + JSON_VALUE
+        return Grammar(source, trigger is not None, trigger)
+
+    def _rule_of(self, span: SkeletonSpan, payload: TokenTreePayload | None) -> str:
+        if span.rule is not None:
+            return f"({span.rule})"
+        if span.kind == "enum":
+            return "(" + " | ".join(_quoted(json.dumps(v, ensure_ascii=False)) for v in _values_of(span, payload)) + ")"
+        return {"boolean": '("true" | "false")', "number": "number", "free-string": "string"}.get(span.kind, "value")
+
+    def fill(
+        self,
+        session: StreamSession,
+        *,
+        payload: TokenTreePayload | str | bytes | None = None,
+        plan: SamplerPlan | None = None,
+        temperature: float = _FREE_TEMPERATURE,
+        seed: int | None = None,
+        on_step: Callable[[StreamStep], Any] | None = None,
+        on_text_chunk: Callable[[str], Any] | None = None,
+    ) -> FilledSkeleton:
+        """Let a prefilled session write the answer.
+
+        Literals are never sampled and cost no decode of their own: they ride with the next span. Each span is
+        activated and cleared here. Enums, booleans and numbers are greedy; free spans draw.
+
+        Args:
+            session: prefilled; its text has the answer afterwards.
+            payload: descriptors for enums without values, by key.
+            plan: how single spans are sampled.
+            temperature: of free spans.
+            seed: of the draws.
+            on_step: called with every ``StreamStep`` of an open span.
+            on_text_chunk: called with every piece of the answer's text, literals too.
+
+        Returns:
+            The text, the values and what each span cost.
+
+        Raises:
+            PayloadError: an enum without values, here or in the payload.
+            EngineError: JSON that does not end within its limit; the session was cancelled; as
+                ``StreamSession.generate``.
+            VocabMismatchError: a value that the vocabulary cannot write.
+
+        Cost: a decode for each decision, see ``walk_span``; one a token in free spans.
+        """
+        if isinstance(payload, (str, bytes)):
+            payload = TokenTreePayload.from_json(payload)
+        for span in self.spans:
+            if span.kind == "enum" and span.rule is None:
+                _values_of(span, payload)
+        overrides = self._overrides(plan)
+        filler = _Filler(session, payload, temperature, seed, on_step, on_text_chunk)
+        for place, span in enumerate(self.spans):
+            if span.kind == "literal":
+                filler.wait(span.value or "")
+            else:
+                following = self.spans[place + 1] if place + 1 < len(self.spans) else None
+                after = following.value if following is not None and following.kind == "literal" else None
+                filler.fill(place, span, overrides.get(place, SpanOverride(span_index=place)), after or "")
+        filler.write_waiting()
+        return FilledSkeleton(filler.text, filler.values, tuple(filler.usages))
+
+    def _overrides(self, plan: SamplerPlan | None) -> dict[int, SpanOverride]:
+        overrides = {} if plan is None else {one.span_index: one for one in plan.overrides}
+        for place in overrides:
+            if place >= len(self.spans) or self.spans[place].kind == "literal":
+                message = f"the override of span {place} is of no use: there is no such span to sample"
+                if plan is not None and plan.strict:
+                    raise PayloadError(message)
+                warn(message)
+        return overrides
+
+
+class _Filler:
+    """One answer in the making: what is written, and the literal text that waits for the next span.
+
+    A literal waits because the vocabulary may cut across its ends: ``:"`` and ``",`` are single tokens in many.
+    So a span of known values spells each of them with the literal before it and the first word of the one behind.
+    """
+
+    def __init__(
+        self,
+        session: StreamSession,
+        payload: TokenTreePayload | None,
+        temperature: float,
+        seed: int | None,
+        on_step: Callable[[StreamStep], Any] | None,
+        on_text_chunk: Callable[[str], Any] | None,
+    ) -> None:
+        self._session = session
+        self._payload = payload
+        self._temperature = temperature
+        self._seed = seed
+        self._callbacks: dict[str, Any] = {"on_step": on_step, "on_text_chunk": on_text_chunk}
+        self._waiting = ""
+        self._n_ahead = 0
+        self.text = ""
+        self.values: dict[str, Any] = {}
+        self.usages: list[SpanUsage] = []
+
+    # --- literals ------------------------------------------------------------------------------
+
+    def wait(self, literal: str) -> None:
+        """Append text that is known; what a span before has written of it already is left out."""
+        self._waiting += literal[self._n_ahead :]
+        self._n_ahead = 0
+
+    def write_waiting(self) -> None:
+        """Write what waits: no span that could spell it together with its values comes next."""
+        text, self._waiting = self._waiting, ""
+        if text:
+            self._session.splice(text)
+            self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        self.text += text
+        if self._callbacks["on_text_chunk"] is not None:
+            self._callbacks["on_text_chunk"](text)
+
+    # --- spans ---------------------------------------------------------------------------------
+
+    def fill(self, place: int, span: SkeletonSpan, override: SpanOverride, after: str) -> None:
+        """Write one span and keep its value.
+
+        Args:
+            place: its index.
+            span: what to write.
+            override: how to sample.
+            after: the literal behind it.
+        """
+        key = span.key or ""
+        if not span.is_array:
+            self.values[key] = self._fill_one(place, span, override, after)
+            return
+        self._waiting += "["
+        values: list[Any] = []
+        closes_first = span.kind in ("enum", "free-string") and span.rule is None
+        if closes_first and self._decide(place, span, override, ["]", '"']) == "]":
+            self.values[key] = []
+            return
+        is_open = closes_first
+        while True:
+            values.append(self._fill_one(place, span, override, "", is_open=is_open))
+            is_open = False
+            if len(values) == span.max_elements:
+                self._waiting += "]"
+                break
+            if self._decide(place, span, override, [",", "]"]) == "]":
+                break
+        self.values[key] = values
+
+    def _fill_one(
+        self, place: int, span: SkeletonSpan, override: SpanOverride, after: str, *, is_open: bool = False
+    ) -> Any:
+        if span.rule is not None or span.kind == "free-json":
+            return self._fill_by_grammar(place, span, override)
+        if span.kind == "free-string":
+            return self._fill_string(place, span, override, is_open=is_open)
+        if span.kind == "number":
+            self.write_waiting()
+            trie = _numbers_of(self._session)
+            text = self._generate(place, span, override, self._bind(trie, override)).text
+            return json.loads(text)
+        if span.kind == "boolean":
+            return self._choose(place, span, override, {"true": "true", "false": "false"}, after) == "true"
+        if span.enum_values is None:
+            return self._walk_descriptor(place, span, override, is_open=is_open)
+        written = {name: json.dumps(name, ensure_ascii=False)[is_open:] for name in span.enum_values}
+        return self._choose(place, span, override, written, after)
+
+    def _choose(
+        self, place: int, span: SkeletonSpan, override: SpanOverride, written: Mapping[str, str], after: str
+    ) -> str:
+        """Choose a name by its text, spelled with the literals around it."""
+        head = _HEAD.match(after)
+        ahead = head[0] if head is not None else after
+        if len(written) == 1:
+            (only, text) = next(iter(written.items()))
+            self._waiting += text
+            return only
+        before, self._waiting = self._waiting, ""
+        texts = {name: before + text + ahead for name, text in written.items()}
+        choice = self._generate(place, span, override, self._bind(Choices.of(texts), override)).choice
+        if choice is None or choice.name is None:
+            raise EngineError(f"span {place} ({span.key!r}) was cut before a value was whole")
+        self._n_ahead = len(ahead)
+        return choice.name
+
+    def _decide(self, place: int, span: SkeletonSpan, override: SpanOverride, texts: Sequence[str]) -> str:
+        """How an array goes on."""
+        return self._choose(place, span, override, {text: text for text in texts}, "")
+
+    def _walk_descriptor(self, place: int, span: SkeletonSpan, override: SpanOverride, *, is_open: bool) -> str:
+        """A value by the payload's own tokens, between quotes of ours."""
+        payload = self._payload
+        self._waiting += "" if is_open else '"'
+        self.write_waiting()
+        bound = self._bind(payload, override, path=span.key)
+        choice = self._generate(place, span, override, bound).choice
+        if choice is None or choice.name is None:
+            raise EngineError(f"span {place} ({span.key!r}) was cut before a value was whole")
+        self._waiting += '"'
+        return choice.name
+
+    def _fill_string(self, place: int, span: SkeletonSpan, override: SpanOverride, *, is_open: bool) -> str:
+        self._waiting += "" if is_open else '"'
+        self.write_waiting()
+        allowed, closers = _string_masks_of(self._session)
+        done = self._write_free(place, span, override, FreeText(allowed, closers))
+        if done.finish_reason != "span":
+            self._waiting += '"'
+            return done.text
+        return done.text[:-1]
+
+    def _fill_by_grammar(self, place: int, span: SkeletonSpan, override: SpanOverride) -> Any:
+        self.write_waiting()
+        rule = span.rule or "value"
+        grammar = rule if "::=" in rule else f"root ::= {rule}\n{JSON_VALUE}"
+        done = self._write_free(place, span, override, FreeText(ends_where_foreign=True), grammar)
+        if done.finish_reason not in ("span", "eog"):
+            raise EngineError(f"span {place} ({span.key!r}) was not over after {span.max_tokens} tokens")
+        try:
+            return json.loads(done.text)
+        except json.JSONDecodeError:
+            return done.text
+
+    # --- the session ---------------------------------------------------------------------------
+
+    def _bind(self, source: Any, override: SpanOverride, path: str | None = None) -> Span:
+        samples = override.temperature is not None and override.temperature > 0
+        spelling = Spelling(lead="") if isinstance(source, Choices) else None
+        return Span(self._session.bind(source, path=path, spelling=spelling), samples=samples, path=path)
+
+    def _generate(self, place: int, span: SkeletonSpan, override: SpanOverride, bound: Span) -> Generation:
+        settings = self._settings(override, 0.0)
+        done = self._session.run_span(bound, **settings, **self._callbacks)
+        return self._keep(place, span, done)
+
+    def _write_free(
+        self, place: int, span: SkeletonSpan, override: SpanOverride, free: FreeText, grammar: str | None = None
+    ) -> Generation:
+        settings = self._settings(override, self._temperature)
+        done = self._session.run_free(free, max_tokens=span.max_tokens, grammar=grammar, **settings, **self._callbacks)
+        return self._keep(place, span, done)
+
+    def _settings(self, override: SpanOverride, temperature: float) -> dict[str, Any]:
+        settings: dict[str, Any] = {"temperature": temperature, "seed": self._seed}
+        given = {"temperature": override.temperature, "top_k": override.top_k, "top_p": override.top_p}
+        return settings | {name: value for name, value in given.items() if value is not None}
+
+    def _keep(self, place: int, span: SkeletonSpan, done: Generation) -> Generation:
+        self.text += done.text
+        self.usages.append(SpanUsage(place, span.key, done.usage))
+        if done.finish_reason == "cancelled":
+            raise EngineError("the session was cancelled while a skeleton was being filled")
+        return done
+
+
+def _values_of(span: SkeletonSpan, payload: TokenTreePayload | None) -> tuple[str, ...]:
+    """An enum's values, its own or the payload's."""
+    if span.enum_values is not None:
+        return span.enum_values
+    for descriptor in payload.descriptors if payload is not None else ():
+        if descriptor.path == span.key:
+            return tuple(dict.fromkeys(leaf.name for leaf in descriptor.leaves))
+    raise PayloadError(f"the enum {span.key!r} has no enum_values, and no descriptor of that path is given")
+
+
+def _quoted(text: str) -> str:
+    """A GBNF literal."""
+    escapes = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+    return '"' + "".join(escapes.get(c, "\\" + c if c in '"\\' else c) for c in text) + '"'
+
+
+def _numbers_of(session: StreamSession) -> TokenTrie:
+    return session.keep("numbers", TokenTrie._of_numbers)
+
+
+def _string_masks_of(session: StreamSession) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    return session.keep("string masks", _string_masks)
+
+
+def _string_masks(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """([V] bool, [V] bool): tokens that may stand in a JSON string without an escape, and those that close it.
+
+    Pieces that are no whole characters are left out: a string closed inside a character would be none.
+    """
+    closers = np.zeros(tokenizer.n_vocab, bool)
+    inside = np.zeros(tokenizer.n_vocab, bool)
+    for token, text in _whole_pieces(tokenizer):
+        body = text.removesuffix('"')
+        if '"' in body or "\\" in body or any(ord(c) < _FIRST_PRINTABLE for c in body):
+            continue
+        closers[token] = body != text
+        inside[token] = body == text
+    return inside | closers, closers
+
+
+def _whole_pieces(tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
+    ends = set(tokenizer.eog_ids)
+    for token in range(tokenizer.n_vocab):
+        piece = b"" if token in ends else tokenizer.detokenize((token,))
+        try:
+            text = piece.decode()
+        except UnicodeDecodeError:
+            continue
+        if text:
+            yield token, text
