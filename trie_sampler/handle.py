@@ -112,7 +112,7 @@ def run_generation(
 
     Example:
         >>> result = run_generation(                                          # doctest: +SKIP
-        ...     abi, handle, prompt_tokens=[1, 2, 3], max_tokens=10, token_tree_payload=trie.to_payload("m")
+        ...     abi, handle, prompt_tokens=[1, 2, 3], max_tokens=10, token_tree_payload=payload
         ... )
         >>> result.text                                                       # doctest: +SKIP
         'PLAY_MUSIC'
@@ -250,8 +250,8 @@ def eliza_inference_set_token_trie(
     if not isinstance(payload_json, (bytes, bytearray, memoryview, ctypes.Array)):
         raise TypeError(f"payload_json must be bytes or a buffer of bytes, got {type(payload_json).__name__}")
     view = memoryview(payload_json)
-    if view.itemsize != 1:
-        raise TypeError(f"payload_json must be a buffer of bytes, got items of {view.itemsize} bytes")
+    if view.itemsize != 1 or view.ndim != 1:
+        raise TypeError(f"payload_json must be a flat buffer of bytes, got shape {view.shape} of {view.itemsize} bytes")
     length = operator.index(payload_len)
     if not 0 <= length <= view.nbytes:
         raise ValueError(f"payload_len must be from 0 to the buffer's {view.nbytes} bytes, got {length}")
@@ -321,5 +321,5 @@ class MobileBinding:
     def _optional(self, name: str, theirs: str) -> Callable[[dict[str, Any]], None]:
         method: Callable[[dict[str, Any]], None] | None = getattr(self._binding, theirs, None)
         if not callable(method):
-            raise AttributeError(f"the binding has no {theirs}", name=name, obj=self)
+            raise AttributeError(f"the binding has no {theirs}", name=name, obj=self)  # noqa: TRY004 - for hasattr
         return method

@@ -132,14 +132,33 @@ def edge_of(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Edge:
     longest = tokenizer.detokenize(tail)
     last = longest.decode("utf-8", "ignore")[-1:]
     spaceless = not last or last.isspace() or last in OPENERS
-    for size in (*(size for size in _WINDOWS if size < len(tail)), len(tail)):
-        text = _from_whole_character(tokenizer.detokenize(tail[-size:]))
+    line = _last_line(tokenizer, tail)
+    for size in (line, *(size for size in _WINDOWS if size < len(tail)), len(tail)):
+        text = _from_whole_character(tokenizer.detokenize(tail[len(tail) - size :]))
         tokens = tokenizer.tokenize(text) if text and _is_text(text) else []
         n_equal = _count_equal(reversed(tokens), reversed(tail))
-        if n_equal >= max(1, min(size, len(tail)) // 2):
+        # A window cut anywhere may begin with other tokens than the prompt has there, a line may not.
+        if n_equal >= max(1, size if size == line else size // 2):
             return Edge(text, tuple(tokens), spaceless, min(n_equal, len(prompt_ids) - 1))
     # Ids that no text tokenizes to (a cut character, a split word): nothing to stand behind.
     return Edge(longest, (), spaceless)
+
+
+def _last_line(tokenizer: Tokenizer, tail: Sequence[int]) -> int:
+    """Tokens from the last line feed on, 0 where it is not near.
+
+    Pieces do not reach over a line feed into a word, so it cuts as well as any window; and prompts made of one
+    template then have one edge, whatever was filled in above, and share their tries.
+    """
+    size = 0
+    for place, token in enumerate(reversed(tail[-_WINDOWS[0] :]), start=1):
+        piece = tokenizer.detokenize((token,))
+        if size and not piece.isspace():
+            return size
+        # White space before a line feed may be cut together with it.
+        if size or piece.endswith(b"\n"):
+            size = place
+    return 0
 
 
 def _from_whole_character(text: bytes) -> bytes:

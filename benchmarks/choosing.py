@@ -1,0 +1,131 @@
+"""A whole ``choose`` against what it has to cost at least, guidance's ``select`` and llama.cpp's grammar.
+
+    python -m benchmarks.choosing [--model SmolLM2] [--model Gemma] [--requests 20] [--json]
+
+One of thirty actions for each of twenty requests, with the prompt's head (the list of actions) in the cache, as a
+router has it. All contenders take each request in turn, each on a ``Llama`` of its own:
+
+* prefill: the rest of the prompt, evaluated, and nothing else;
+* decode: one more token;
+* ``choose``, whole call: bound by prefill + its decodes x decode x 1.15 + 1 ms;
+* guidance's ``select``, whole call, where guidance is installed;
+* ``create_completion(grammar=...)``, whole call, and its time after the prefill against ours.
+
+Medians over the requests. Answers are checked to be actions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llama_cpp import Llama, LlamaGrammar
+
+from benchmarks.lead import FINDERS, load_test_module, some_requests
+from benchmarks.machine import report
+from trie_sampler import choose, warm_up
+from trie_sampler.llama.decoder import Decoder
+
+N_CTX = 1024
+
+
+def load(path: str, threads: int) -> Llama:
+    """A model on so many threads."""
+    return Llama(path, n_ctx=N_CTX, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """(milliseconds, what the call gave)."""
+    start = time.perf_counter()
+    result = call()
+    return 1000 * (time.perf_counter() - start), result
+
+
+def guidance_select(path: str, threads: int, actions: Sequence[str]) -> Callable[[str], str] | None:
+    """Answer by guidance's ``select``; None where it is not installed."""
+    try:
+        from guidance import models, select
+    except ImportError:
+        return None
+    base = models.LlamaCpp(
+        path, echo=False, enable_monitoring=False, n_ctx=N_CTX, n_threads=threads, n_threads_batch=threads
+    )
+    return lambda prompt: str((base + prompt + " " + select(list(actions), name="action"))["action"])
+
+
+def measure(name: str, path: str, threads: int, actions: Sequence[str], requests: Sequence[str]) -> dict[str, Any]:
+    """One row."""
+    head = f"Pick the one action that fits the request.\nActions: {', '.join(actions)}\n"
+    prompts = [f"{head}Request: {request}\nAction:" for request in requests]
+    ours, bare, host = load(path, threads), load(path, threads), load(path, threads)
+    quoted = " | ".join(f'" {action}"' for action in actions)
+    grammar = LlamaGrammar.from_string(f"root ::= {quoted}", verbose=False)
+    select = guidance_select(path, threads, actions)
+    decoder = Decoder(bare)
+    bare_ids = [bare.tokenize(prompt.encode(), special=True) for prompt in prompts]
+    times: dict[str, list[float]] = {}
+    passes: list[int] = []
+
+    def keep(what: str, milliseconds: float) -> None:
+        times.setdefault(what, []).append(milliseconds)
+
+    for turn, (prompt, ids) in enumerate(zip([prompts[-1], *prompts], [bare_ids[-1], *bare_ids], strict=True)):
+        decoder.replace(ids)
+        prefill = timed(decoder.row)[0]
+        decoder.push([ids[-1]])
+        decode = timed(decoder.row)[0]
+        whole, choice = timed(lambda prompt=prompt: choose(ours, prompt, actions))
+        by_grammar, answer = timed(
+            lambda prompt=prompt: host.create_completion(prompt, grammar=grammar, temperature=0.0, max_tokens=32)
+        )
+        selected = (0.0, choice.name) if select is None else timed(lambda prompt=prompt: select(prompt))
+        if not {choice.name, answer["choices"][0]["text"].strip(), selected[1]} <= set(actions):
+            raise AssertionError(f"{choice.name!r}, {answer['choices'][0]['text']!r}, {selected[1]!r}")
+        if turn == 0:
+            continue  # the head is in the cache from here on
+        passes.append(choice.stats["forward_passes"])
+        keep("prefill_ms", prefill)
+        keep("decode_ms", decode)
+        keep("choose_ms", whole)
+        keep("bound_ms", prefill + choice.stats["forward_passes"] * decode * 1.15 + 1.0)
+        keep("grammar_ms", by_grammar)
+        keep("after_prefill_ms", whole - prefill)
+        keep("grammar_after_prefill_ms", by_grammar - prefill)
+        if select is not None:
+            keep("guidance_select_ms", selected[0])
+    row: dict[str, Any] = {"what": name} | {what: statistics.median(values) for what, values in times.items()}
+    row["forward_passes"] = statistics.fmean(passes)
+    row["choose_to_bound"] = row["choose_ms"] / row["bound_ms"]
+    row["after_prefill_to_grammar"] = row["after_prefill_ms"] / row["grammar_after_prefill_ms"]
+    if select is not None:
+        row["choose_to_guidance"] = row["choose_ms"] / row["guidance_select_ms"]
+    for llm in (ours, bare, host):
+        llm.close()
+    return row
+
+
+def main() -> None:
+    """Measure; print a line a model, or everything as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", action="append", choices=FINDERS, help="may be repeated (default: each)")
+    parser.add_argument("--requests", type=int, default=20, help="of 600, spread evenly (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="of the model (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args()
+    data, models = load_test_module("actions"), load_test_module("models")
+    requests = [request for request, _ in some_requests(data.REQUESTS, max(options.requests, 1))]
+    warm_up()
+    rows = [
+        measure(name, str(getattr(models, FINDERS[name])()), options.threads, data.ACTIONS, requests)
+        for name in options.model or FINDERS
+    ]
+    with contextlib.suppress(BrokenPipeError):
+        report(rows, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
