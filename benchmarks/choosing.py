@@ -6,12 +6,12 @@ One of thirty actions for each of twenty requests, with the prompt's head (the l
 router has it. All contenders take each request in turn, each on a ``Llama`` of its own:
 
 * prefill: the rest of the prompt, evaluated, and nothing else;
-* decode: one more token;
-* ``choose``, whole call: bound by prefill + its decodes x decode x 1.15 + 1 ms;
+* decode: one more token; batch: as many tokens as ``choose`` decoded for its next decision, a forced run among them;
+* ``choose``, whole call, against two bounds: prefill + 1 ms + 1.15 x its decodes as single tokens, or as those batches;
 * guidance's ``select``, whole call, where guidance is installed;
 * ``create_completion(grammar=...)``, whole call, and its time after the prefill against ours.
 
-Medians over the requests. Answers are checked to be actions.
+Medians over the requests, of ratios too. Answers are checked to be actions.
 """
 
 from __future__ import annotations
@@ -69,6 +69,14 @@ def measure(name: str, path: str, threads: int, actions: Sequence[str], requests
     bare_ids = [bare.tokenize(prompt.encode(), special=True) for prompt in prompts]
     times: dict[str, list[float]] = {}
     passes: list[int] = []
+    sizes: list[int] = []
+    evaluate = ours.eval
+
+    def counted(tokens: Sequence[int]) -> None:
+        sizes.append(len(tokens))
+        evaluate(tokens)
+
+    vars(ours)["eval"] = counted
 
     def keep(what: str, milliseconds: float) -> None:
         times.setdefault(what, []).append(milliseconds)
@@ -78,6 +86,7 @@ def measure(name: str, path: str, threads: int, actions: Sequence[str], requests
         prefill = timed(decoder.row)[0]
         decoder.push([ids[-1]])
         decode = timed(decoder.row)[0]
+        sizes.clear()
         whole, choice = timed(lambda prompt=prompt: choose(ours, prompt, actions))
         by_grammar, answer = timed(
             lambda prompt=prompt: host.create_completion(prompt, grammar=grammar, temperature=0.0, max_tokens=32)
@@ -88,21 +97,24 @@ def measure(name: str, path: str, threads: int, actions: Sequence[str], requests
         if turn == 0:
             continue  # the head is in the cache from here on
         passes.append(choice.stats["forward_passes"])
+        batches = 0.0
+        for size in sizes[1:]:
+            decoder.push(ids[:size])
+            batches += timed(decoder.row)[0]
         keep("prefill_ms", prefill)
         keep("decode_ms", decode)
         keep("choose_ms", whole)
-        keep("bound_ms", prefill + choice.stats["forward_passes"] * decode * 1.15 + 1.0)
+        keep("choose_to_bound", whole / (prefill + choice.stats["forward_passes"] * decode * 1.15 + 1.0))
+        keep("choose_to_bound_of_batches", whole / (prefill + batches * 1.15 + 1.0))
+        keep("after_prefill_to_grammar", (whole - prefill) / (by_grammar - prefill))
         keep("grammar_ms", by_grammar)
         keep("after_prefill_ms", whole - prefill)
         keep("grammar_after_prefill_ms", by_grammar - prefill)
         if select is not None:
             keep("guidance_select_ms", selected[0])
+            keep("choose_to_guidance", whole / selected[0])
     row: dict[str, Any] = {"what": name} | {what: statistics.median(values) for what, values in times.items()}
     row["forward_passes"] = statistics.fmean(passes)
-    row["choose_to_bound"] = row["choose_ms"] / row["bound_ms"]
-    row["after_prefill_to_grammar"] = row["after_prefill_ms"] / row["grammar_after_prefill_ms"]
-    if select is not None:
-        row["choose_to_guidance"] = row["choose_ms"] / row["guidance_select_ms"]
     for llm in (ours, bare, host):
         llm.close()
     return row

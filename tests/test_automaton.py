@@ -240,7 +240,7 @@ def assert_equals_oracle(trie: TokenTrie, ref: Spellings) -> None:
     assert [trie.is_terminal(node) for node in range(trie.n_nodes)] == [ref.is_terminal(state) for state in states]
     for state, sole in zip(states, trie.sole_leaf.tolist(), strict=True):
         outcomes = ref.outcomes(state)
-        assert (None if sole < 0 else {trie._name(sole)}) == (outcomes if len(outcomes) == 1 else None)
+        assert (None if sole < 0 else {trie.name_of(sole)}) == (outcomes if len(outcomes) == 1 else None)
         assert sole >= -1
     assert (trie.n_nodes, trie.root, trie.depth) == (len(states), 0, ref.depth())
     assert trie.n_leaves == len(ref.outcomes(b""))
@@ -326,7 +326,7 @@ def test_the_graph_of_the_header() -> None:
     for node, state in enumerate(order):
         edges = {int(token): order[trie.step(node, int(token))] for token in trie.children(node)}
         sole = int(trie.sole_leaf[node])
-        comp.append((state, edges, trie.leaf_name(node), None if sole < 0 else trie._name(sole)))
+        comp.append((state, edges, trie.leaf_name(node), None if sole < 0 else trie.name_of(sole)))
     assert comp == DRAWN_STATES
     assert trie.token.tolist() == [2, 4, 7, 9, 3, 5, 6]
     assert trie.target.tolist() == [1, 2, 2, 4, 2, 3, 3]

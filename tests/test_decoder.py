@@ -6,6 +6,7 @@ On the tiny model with a float32 key-value cache, where a row is the same to 1e-
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,12 +154,12 @@ def test_only_what_differs_is_evaluated(
 def test_others_between_two_rows(tiny: Llama, tiny_model_path: Path, before: list[int]) -> None:
     decoder = Decoder(tiny, IDS)
     decoder.row()
-    tiny.reset()
+    tiny.reset()  # type: ignore[no-untyped-call]
     tiny.eval(before)
     decoder.doubt()
     assert_right(decoder, tiny, tiny_model_path)
     decoder.push([400])
-    tiny.reset()
+    tiny.reset()  # type: ignore[no-untyped-call]
     tiny.eval(before)
     decoder.doubt()
     assert_right(decoder, tiny, tiny_model_path)
@@ -171,6 +172,23 @@ def test_doubt_without_cause_costs_nothing(tiny: Llama) -> None:
         decoder.doubt()
         decoder.row()
     assert sizes == []
+
+
+def test_row_is_where_llama_cpp_has_it_now(tiny_model_path: Path) -> None:
+    """With ``logits_all`` the buffer of rows grows with the largest batch, and moves."""
+    import llama_cpp
+
+    with loaded(tiny_model_path, logits_all=True) as llm:
+        decoder = Decoder(llm, IDS)
+        decoder.row()
+        for n in (60, 120, 240):
+            llm.reset()  # type: ignore[no-untyped-call]
+            llm.eval([1] + [300] * n)
+            llm.reset()  # type: ignore[no-untyped-call]
+            llm.eval(IDS)
+            decoder.doubt()
+            address = ctypes.cast(llama_cpp.llama_get_logits_ith(llm.ctx, -1), ctypes.c_void_p).value
+            assert decoder.row().ctypes.data == address
 
 
 def test_two_decoders_in_turn(tiny: Llama, tiny_model_path: Path) -> None:
@@ -186,13 +204,14 @@ def test_free_completions_around_it(tiny: Llama, tiny_model_path: Path) -> None:
     def free(llm: Llama, prompt: Any) -> str:
         return text_of(llm.create_completion(prompt, temperature=0, max_tokens=8))
 
+    prompts: list[Any] = ["action kind:", IDS, IDS[:9], [*IDS, 400]]
     with loaded(tiny_model_path) as fresh:
         refs = []
-        for prompt in ("action kind:", IDS, IDS[:9], [*IDS, 400]):
-            fresh.reset()
+        for prompt in prompts:
+            fresh.reset()  # type: ignore[no-untyped-call]
             refs.append(free(fresh, prompt))
     decoder = Decoder(tiny, IDS)
-    for prompt, ref in zip(("action kind:", IDS, IDS[:9], [*IDS, 400]), refs, strict=True):
+    for prompt, ref in zip(prompts, refs, strict=True):
         decoder.replace(IDS)
         decoder.row()
         assert free(tiny, prompt) == ref
@@ -229,12 +248,12 @@ def test_code_of_a_failed_decode(tiny: Llama, tiny_model_path: Path, code: int) 
     def fail(_batch: Any) -> None:
         raise RuntimeError(f"llama_decode returned {code}")
 
-    tiny._ctx.decode = fail
+    vars(tiny._ctx)["decode"] = fail
     for _ in range(2):
         with pytest.raises(EngineError, match="llama_decode failed") as caught:
             decoder.row()
         assert caught.value.code == code
-    del tiny._ctx.decode
+    del vars(tiny._ctx)["decode"]
     assert_right(decoder, tiny, tiny_model_path)
 
 
@@ -248,7 +267,7 @@ def test_decode_that_fails_half_way(tiny_model_path: Path) -> None:
                 raise RuntimeError("llama_decode returned -3")
             decode(batch)
 
-        llm._ctx.decode = fail_once
+        vars(llm._ctx)["decode"] = fail_once
         with pytest.raises(EngineError):
             decoder.row()
         with decodes(llm) as sizes:
@@ -263,10 +282,10 @@ def test_interrupted_decode(tiny: Llama, tiny_model_path: Path) -> None:
     def interrupt(_batch: Any) -> None:
         raise KeyboardInterrupt
 
-    tiny._ctx.decode = interrupt
+    vars(tiny._ctx)["decode"] = interrupt
     with pytest.raises(KeyboardInterrupt):
         decoder.row()
-    del tiny._ctx.decode
+    del vars(tiny._ctx)["decode"]
     assert_right(decoder, tiny, tiny_model_path)
 
 

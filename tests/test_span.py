@@ -225,7 +225,6 @@ def test_text_that_goes_on_asks_no_row_after_a_leaf_without_children() -> None:
     assert (rows.tokens, rows.asked, cursor.is_active) == ([1, 2], [()], False)
 
 
-@pytest.mark.xfail(reason="np.argmax takes a NaN for the likeliest token, so that the leaf always ends")
 def test_nan_is_not_the_likeliest_token() -> None:
     row = np.zeros(V, np.float32)
     row[0] = 10
@@ -236,17 +235,20 @@ def test_nan_is_not_the_likeliest_token() -> None:
     assert rows.tokens == [5, 0]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_drawn_stop_token_is_not_written_where_text_goes_on(seed: int) -> None:
+def test_drawn_stop_token_is_not_written_where_text_goes_on() -> None:
     """Free text begins with the stop token if the model wants it to; the span must not write it as its own."""
     row = np.zeros(V, np.float32)
     row[[0, 7]] = 5.0, 4.9
-    rows = Rows(lambda _prefix: row)
-    cursor = TrieCursor(
-        trie_of(PREFIX), on_end="release", stop_tokens=[7], sampling=Sampling(temperature=3.0, seed=seed)
-    )
-    walk(rows, cursor, samples=True, text_goes_on=True)
-    assert rows.tokens in ([5], [5, 0])
+    for seed in range(20):
+        rows = Rows(lambda _prefix: row)
+        sampling = Sampling(temperature=3.0, seed=seed)
+        walk(
+            rows,
+            TrieCursor(trie_of(PREFIX), on_end="release", stop_tokens=[7], sampling=sampling),
+            samples=True,
+            text_goes_on=True,
+        )
+        assert rows.tokens in ([5], [5, 0])
 
 
 # --- completing the only leaf left ------------------------------------------------------------------------------------

@@ -253,11 +253,11 @@ def test_numbers_fold_to_nothing_else() -> None:
     assert written(LETTERS, trie) == {"True": {"true"}, "7": {"7"}}
 
 
-def test_values_of_one_name_are_what_was_written(tiny: Llama) -> None:
-    choices = Choices.of(Literal[1, "1"])
-    assert choices.names == ("1", "1")
-    trie = TokenTrie.from_choices(tiny, Literal[1, "1"], prompt="x: ", json_value=True)
-    assert written(as_tokenizer(tiny), trie) == {"1": {"1", '"1"'}}
+def test_two_things_of_one_name_are_refused() -> None:
+    for choices in (Literal[1, "1"], Literal[True, "True"], enum.Enum("odd", {"A": 1, "B": "1"})):
+        with pytest.raises(ValueError, match="would both be called"):
+            Choices.of(choices)
+    assert Choices.of(["a", "a"]).names == ("a", "a")
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

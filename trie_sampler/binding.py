@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from trie_sampler.automaton import forget_pieces
 from trie_sampler.cache import Recent
 from trie_sampler.choice import Choice, walk_numbers
@@ -208,7 +210,8 @@ class Binding:
 
         def build() -> _Bound:
             spelled = spell_choices(self._tokenizer, source, edge, spelling)
-            return _Bound(TokenTrie._from_spelled(self._tokenizer, spelled), spelled.doubts)
+            trie = TokenTrie._from_spelled(self._tokenizer, spelled)
+            return _Bound(trie, (*spelled.doubts, *([trie.tell_unreachable()] if trie.unreachable else ())))
 
         bound = self._recent.get((source.names, source.contents, edge, spelling), build)
         if heal:
@@ -225,22 +228,34 @@ class Binding:
                 warn(doubt)
 
     def _compare_tail(self, tail: bytes | None, prompt_ids: Sequence[int]) -> None:
-        """Warn once where a trie was tokenized behind another ending than this prompt's."""
-        if not tail or self._told:
+        """Warn once where a trie was tokenized behind another ending than this prompt's; a healed one is refused."""
+        healed = b"" if self.trie is None else self.trie.healed
+        if not (tail or healed) or (self._told and not healed):
             return
+        tail = tail or b""
         text = self._tokenizer.detokenize(prompt_ids[-len(tail) - 1 :])
+        begins = len(prompt_ids) == 0 or self._tokenizer.is_control(prompt_ids[-1])
+        if healed and not (text.endswith(tail) if tail else begins):
+            raise VocabMismatchError(
+                f"the trie writes {healed!r} again behind {tail[-20:]!r}, but this prompt ends in {text[-20:]!r}; take "
+                f"the last {0 if self.trie is None else self.trie.n_healed} tokens off the prompt it was made for"
+            )
         if not text.endswith(tail):
             self._tell(
                 f"the trie was tokenized behind {tail[-20:]!r}, but this prompt ends in "
                 f"{text[-20:]!r}: its tokens may be unusual here"
             )
 
-    @property
-    def texts(self) -> Sequence[str]:
-        """The choices' texts; of a trie or payload, which has only ids, the names."""
-        if isinstance(self._source, Choices):
-            return self._source.texts
-        return [name for choices in self._choices_by_path.values() for name in choices.names]
+    def find_in_texts(self, part: str) -> str | None:
+        """A text that may be written and has ``part`` in it. O(all texts)."""
+        source = self._source
+        if isinstance(source, Choices):
+            forms = source.forms(self._spelling, both_leads=True, in_quotes=False)
+            texts = (text for _, texts in forms for text in texts)
+        else:
+            paths = (tokens for _, tokens in source.leaves())
+            texts = (self._tokenizer.detokenize(tokens).decode("utf-8", "replace") for tokens in paths)
+        return next((text for text in texts if part in text), None)
 
     def make_choice(
         self,
@@ -249,6 +264,7 @@ class Binding:
         valid_mass: float | None = None,
         *,
         complete: bool | None = None,
+        end: Step | None = None,
     ) -> Choice:
         """The record of a walk.
 
@@ -257,6 +273,7 @@ class Binding:
             steps: the picks; end tokens at their end are no part of the choice.
             valid_mass: if it was measured.
             complete: whether the leaf was ended, where the cursor does not tell.
+            end: the decision to stop, where it is not the last of ``steps``.
         """
         picks = [step.token for step in steps]
         while picks and (picks[-1] == END or self._tokenizer.is_eog(picks[-1])):
@@ -264,15 +281,9 @@ class Binding:
         if complete is None:
             complete = final.is_finished or final.must_end
         name = final.leaf_name if complete else None
-        index: int | None = None
-        value: Any = name
+        index, value = None, None
         if name is not None:
-            choices = self._choices_by_path.get(final.path or "")
-            if choices is None:
-                index = int(final.trie.leaf[final.node])
-            else:
-                index = choices.index_of(name)
-                value = choices.values[index]
+            index, value = self._place_of(name, final.path, int(final.trie.leaf[final.node]))
         return Choice(
             name=name,
             value=value,
@@ -281,8 +292,30 @@ class Binding:
             tokens=tuple(picks),
             complete=complete,
             valid_mass=valid_mass,
-            **walk_numbers(steps),
+            **walk_numbers(steps if end is None else [*steps, end]),
         )
+
+    def name_choice(self, trie: TokenTrie, root: int, leaf: int) -> dict[str, Any]:
+        """``name``, ``value``, ``index``, ``text`` and ``tokens`` of a leaf that no walk came to: its first path's."""
+        name = trie.name_of(leaf)
+        path = next((path for path, node in trie.roots.items() if node == root), None)
+        index, value = self._place_of(name, path, leaf)
+        tokens = trie.path_tokens(int(np.flatnonzero(trie.leaf == leaf)[0]))
+        return {
+            "name": name,
+            "value": value,
+            "index": index,
+            "text": self._text_of(trie, tokens),
+            "tokens": tokens,
+        }
+
+    def _place_of(self, name: str, path: str | None, leaf: int) -> tuple[int, Any]:
+        """(index, value) of a name, as the caller gave it."""
+        choices = self._choices_by_path.get(path or "")
+        if choices is None:
+            return leaf, name
+        index = choices.index_of(name)
+        return index, choices.values[index]
 
     def _text_of(self, trie: TokenTrie, picks: Sequence[int]) -> str:
         """What the picks add to the prompt's text.

@@ -25,7 +25,8 @@ class Choice:
         complete: whether the choice was ended.
         logprob: nats, log of ``probability``.
         probability: of the walk: the product over its steps of the pick's share of the softmax over
-            the options there (children, and stopping where a leaf ends). Forced steps count 1.
+            the options there (children, and stopping where a leaf ends). Forced steps count 1. Of ``rank``
+            and "best" the named score's; ``None`` where not all choices were evaluated.
         margin: nats between the best and the second option at the closest step; ``None`` where no
             step had two options.
         valid_mass: the model's own probability that its next token starts a choice, at the first
@@ -40,7 +41,7 @@ class Choice:
     tokens: tuple[int, ...]
     complete: bool
     logprob: float
-    probability: float
+    probability: float | None
     margin: float | None
     valid_mass: float | None = None
     stats: Mapping[str, Any] = field(default_factory=dict)

@@ -46,6 +46,9 @@ class Spelling:
             raise ValueError(f'lead must be "auto", "" or " ", got {self.lead!r}')
         if self.tokenization not in ("canonical", "every"):
             raise ValueError(f'tokenization must be "canonical" or "every", got {self.tokenization!r}')
+        for name in ("heal", "json_value", "case_fold", "special"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
         if self.special and self.tokenization == "every":
             raise ValueError('special=True needs tokenization="canonical": control tokens have no text to spell')
 
@@ -95,6 +98,7 @@ class Choices:
         Raises:
             EmptyTrieError: there are none.
             TypeError: another kind, or something in it that is no text.
+            ValueError: text that is not Unicode; two different choices of one name, as ``Literal[1, "1"]``.
         """
         if isinstance(choices, Choices):
             return choices
@@ -121,12 +125,21 @@ class Choices:
             )
         if not names:
             raise EmptyTrieError("choices is empty, so there is nothing to choose from")
+        if len(set(names)) < len(names):
+            _refuse_ambiguous_names(names, contents)
         return cls(names, contents, values)
 
     @property
     def texts(self) -> tuple[str, ...]:
         """The contents as text."""
         return tuple(map(_written, self.contents))
+
+    def plus(self, text: str, value: Any) -> Choices:
+        """These and one more, called as it is written."""
+        _string(text, "a choice")
+        if text in self.names:
+            raise ValueError(f"{text!r} is among the choices already")
+        return Choices((*self.names, text), (*self.contents, text), (*self.values, value))
 
     def index_of(self, name: str) -> int:
         """The place of a name in the caller's list; of equal names the first."""
@@ -164,6 +177,15 @@ class Choices:
                 # What is another choice as it stands is that choice.
                 forms += [form for form in spaced if case == text or form not in taken]
             yield name, tuple(dict.fromkeys(forms))
+
+
+def _refuse_ambiguous_names(names: tuple[str, ...], contents: tuple[str | float, ...]) -> None:
+    """Equal names may stand for one thing only: 1 and "1" are two."""
+    first: dict[str, str | float] = {}
+    for name, content in zip(names, contents, strict=True):
+        known = first.setdefault(name, content)
+        if type(known) is not type(content) or known != content:
+            raise ValueError(f"two different choices, {known!r} and {content!r}, would both be called {name!r:.80}")
 
 
 def _string(value: Any, what: str) -> str:

@@ -35,7 +35,6 @@ _GGML_LOG_LEVEL_ERROR, _GGML_LOG_LEVEL_CONT = 4, 5
 _LEADS = {"auto": "auto", "none": "", "space": " "}
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _HEAL_HELP = "take back the prompt's last tokens where they would have merged with a choice"
-_N_SHOWN = 10
 _INSTALL_DEMO = 'pip install "trie_sampler[demo]"'
 
 _EXAMPLES = """\
@@ -214,6 +213,7 @@ def _add_spelling(parser: argparse.ArgumentParser) -> Any:
         help="a space before the choice: auto lets the model decide where the prompt leaves it open (default: auto)",
     )
     group.add_argument("--json-value", action="store_true", help="write the choice as a JSON value, with its quotes")
+    group.add_argument("--special", action="store_true", help="let a choice name control tokens")
     group.add_argument("--case-fold", action="store_true", help="also accept lower, upper and capitalized letters")
     return group
 
@@ -269,7 +269,7 @@ def _line_count(text: str) -> int:
 
 def _spelling_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The keywords of ``from_choices`` that were asked for."""
-    flags = {name: True for name in ("json_value", "case_fold", "heal") if getattr(arguments, name, False)}
+    flags = {name: True for name in ("json_value", "case_fold", "heal", "special") if getattr(arguments, name, False)}
     every = {"tokenization": "every"} if getattr(arguments, "every", False) else {}
     return {"lead": _LEADS[arguments.lead], **flags, **every}
 
@@ -449,8 +449,8 @@ def _show_trie(trie: trie_sampler.TokenTrie, llm: Llama | None, arguments: argpa
     console = Console(markup=False, highlight=False, soft_wrap=True)
     for name, value in dataclasses.asdict(facts).items():
         console.print(f"{name.removeprefix('n_'):<10} {value:>12,}")
-    for collision in trie.collisions[:_N_SHOWN]:
-        _say("warning", f"{collision.dropped!r} has the tokens of {collision.kept!r} and can never come out")
+    if trie.unreachable and arguments.payload is not None:
+        _say("warning", trie.tell_unreachable())
     if trie.n_healed:
         console.print(f"{'healed':<10} {trie.healed.decode('utf-8', 'replace')!r:>12}")
     console.print(draw(trie, None if llm is None else as_tokenizer(llm), max_lines=arguments.max_lines))

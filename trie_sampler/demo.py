@@ -110,4 +110,4 @@ def route(llm: Llama) -> Iterator[Routed]:
     for request in REQUESTS:
         choice = choose(llm, prompt_for(request), ACTIONS)
         stats: Any = choice.stats
-        yield Routed(request, str(choice.name), choice.probability, stats["forward_passes"], stats["seconds"])
+        yield Routed(request, str(choice.name), choice.probability or 0.0, stats["forward_passes"], stats["seconds"])

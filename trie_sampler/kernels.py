@@ -764,6 +764,28 @@ def _logsumexp_children(row, token, start, stop):
 
 
 @jit
+def score_children(row, token, start, stop, out):
+    """Write the children's log-probabilities in the softmax over the whole row; returns that of all others.
+
+    row: [W] float32 or float64; token: [E] int32, the children are start .. stop; out: [stop - start] float64.
+    The log-probability of everything that is no child is the end mass where a leaf ends. NaN counts as
+    -inf; a row without a finite logit gives -inf for all. O(V).
+    """
+    foreign = foreign_logsumexp(row, token, start, stop)
+    children = _logsumexp_children(row, token, start, stop)
+    largest = max(foreign, children)
+    if largest == -np.inf or largest == np.inf:
+        for edge in range(start, stop):
+            out[edge - start] = 0.0 if row[token[edge]] == np.inf else -np.inf
+        return 0.0 if foreign == np.inf else -np.inf
+    total = largest + math.log(math.exp(foreign - largest) + math.exp(children - largest))
+    for edge in range(start, stop):
+        logit = np.float64(row[token[edge]])
+        out[edge - start] = logit - total if logit == logit else -np.inf
+    return foreign - total
+
+
+@jit
 def measure_valid_mass(address, row):
     """The model's own probability that its next token is one of the children; NaN for a short row. O(V)."""
     cursor = view_cursor(address)

@@ -37,6 +37,20 @@ _T = TypeVar("_T")
 _SKIPS = ("exact", "canonical")
 _MIN_P = 0.05
 
+# Fields of SamplingParams that a session sets in its own way.
+_OF_TRIES = frozenset(
+    {
+        "token_trie_descriptor_json",
+        "token_trie_mode",
+        "trie_position",
+        "path",
+        "on_end",
+        "stop_tokens",
+        "on_invalid",
+        "max_span_tokens",
+    }
+)
+
 
 @dataclass(frozen=True)
 class StreamStep:
@@ -114,6 +128,14 @@ class FreeText:
     ends_where_foreign: bool = False
 
 
+@dataclass(frozen=True)
+class _Walk:
+    """How a span went: "span" where its leaf is complete, "stop" or "length"; and the decision to end it."""
+
+    reason: str
+    end: Step | None
+
+
 @dataclass
 class _Output:
     """What a running generation has so far."""
@@ -143,18 +165,22 @@ class _Output:
             self.text = self.text[: min(places)]
         return bool(places)
 
-    def give(self, *, done: bool = False) -> None:
-        """Tell the callbacks what is new; text that may turn out to begin a stop waits."""
+    def give(self, *, done: bool = False) -> bool:
+        """Tell the callbacks what is new, and whether one was called; text that may turn out to begin a stop waits."""
         end = len(self.text)
         if not done:
             held = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
             end = max(self.n_given, end - max(held, default=0))
         chunk, self.n_given = self.text[self.n_given : end], end
         tokens, self.pending = tuple(self.pending), []
+        called = False
         if self.on_text_chunk is not None and chunk:
             self.on_text_chunk(chunk)
+            called = True
         if self.on_step is not None and (tokens or chunk or done):
             self.on_step(StreamStep(tokens, chunk, done))
+            called = True
+        return called
 
 
 class StreamSession:
@@ -191,6 +217,7 @@ class StreamSession:
 
     def __init__(self, llm: Llama) -> None:
         self._decoder = Decoder(llm)
+        self._decoder.before_decode = self._raise_if_cancelled
         self._llm = llm
         self._tokenizer = as_tokenizer(llm)
         self._prompt: list[int] = []
@@ -260,6 +287,8 @@ class StreamSession:
         self._require_prefilled()
         tokens = continue_text(self._tokenizer, self._decoder.tokens, text.encode())
         self._decoder.require_room(len(tokens), "spliced text")
+        if self._picker is not None:
+            self._picker.require(tokens)
         self.push(tokens)
         return tokens
 
@@ -410,42 +439,46 @@ class StreamSession:
         skip: str = "exact",
     ) -> Generation:
         """A span, free text, or the one and then the other; settings are checked already."""
-        cursor = (
-            None
-            if span is None
-            else self._enter_span(span, draws, output.stops, max_tokens, text_goes_on=free is not None)
-        )
-        if free is not None or self._picker is not None or params.grammar:
-            self._obtain_picker(params)
-        output.n_skipped = 0 if cursor is None else len(cursor.trie.healed)
-        n_prompt = len(self._decoder.tokens)
-        self._decoder.doubt()
-        self._decoder.restart_count()
-        steps: list[Step] = []
-        finish_reason = "length"
-        is_complete = False
+        before = list(self._decoder.tokens)
         with self._running(output):
+            if free is not None or self._picker is not None or params.grammar:
+                self._obtain_picker(params)
+            cursor = None
+            if span is not None:
+                cursor = self._enter_span(span, draws, output.stops, max_tokens, text_goes_on=free is not None)
+                output.n_skipped = len(cursor.trie.healed)
+            n_prompt = len(self._decoder.tokens)
+            self._decoder.doubt()
+            self._decoder.restart_count()
             start = time.perf_counter()
             limit = min(self._decoder.room - n_prompt, max_tokens or self._decoder.room)
+            steps: list[Step] = []
+            walk = _Walk("length", None)
+            finish_reason = "length"
             try:
                 if span is not None and cursor is not None:
-                    is_complete = self._walk(span, cursor, steps, output, limit, skip, text_goes_on=free is not None)
-                    finish_reason = "span" if is_complete else "length"
-                if free is not None and (cursor is None or is_complete):
+                    walk = self._walk(span, cursor, steps, output, limit, skip, text_goes_on=free is not None)
+                    finish_reason = walk.reason
+                if free is not None and (cursor is None or walk.reason == "span"):
                     finish_reason = self._write(free, output, limit)
             except _CancelledError:
                 finish_reason = "cancelled"
+            finally:
+                if not output.tokens and len(before) > n_prompt:
+                    # Nothing was written, so what healing took back is missing.
+                    self._decoder.replace(before)
             output.give(done=True)
         # Without a decode there is nothing to take the prompt's time from.
         seconds = time.perf_counter() - (self._decoder.time_of_first_row or start)
         choice = None
         if span is not None and cursor is not None:
-            choice = span.binding.make_choice(cursor, steps, complete=is_complete)
+            choice = span.binding.make_choice(cursor, steps, complete=walk.reason == "span", end=walk.end)
         usage = Usage.of(
             prompt_tokens=n_prompt,
             n_tokens=len(output.tokens),
             asked_to_stop=output.asked_to_stop,
-            n_decodes=self._decoder.n_decodes - self._decoder.n_prefill,
+            n_decodes=self._decoder.n_decodes,
+            n_prefill=self._decoder.n_prefill,
             skip_ratios=output.skip_ratios,
             seconds=seconds,
         )
@@ -521,7 +554,12 @@ class StreamSession:
         """``generate`` of bounded free text."""
         self._require_prefilled()
         params = _params(temperature, top_p, top_k, _MIN_P, seed, grammar, (), {})
-        return self._run(None, free, _Output(on_step, on_text_chunk, ()), params, Sampling(), max_tokens)
+        try:
+            return self._run(None, free, _Output(on_step, on_text_chunk, ()), params, Sampling(), max_tokens)
+        finally:
+            if grammar is not None:
+                # It was about this text alone, and would refuse what follows.
+                self._drop_picker()
 
     def keep(self, name: str, make: Callable[[Tokenizer], _T]) -> _T:
         """What is made once of the session's vocabulary, and kept with it."""
@@ -569,12 +607,15 @@ class StreamSession:
 
     def row(self) -> npt.NDArray[np.float32]:
         """The logits after the text, as ``span.RowSource``."""
-        if self._output is not None:
-            # What is settled is told before the next decode makes it wait.
-            self._output.give()
+        # What is settled is told before the next decode makes it wait.
+        if self._output is not None and self._output.give():
+            self._decoder.doubt()  # a callback may have used the Llama
+        self._raise_if_cancelled()
+        return self._decoder.row()
+
+    def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise _CancelledError
-        return self._decoder.row()
 
     # --- parts of generate ---------------------------------------------------------------------
 
@@ -582,10 +623,10 @@ class StreamSession:
         self, span: Span, draws: Sampling, stops: Sequence[str], max_tokens: int | None, *, text_goes_on: bool
     ) -> TrieCursor:
         """A cursor at the root of the trie behind the text; heals the prompt's end where that is asked for."""
-        for text in span.binding.texts if stops else ():
-            for stop in stops:
-                if stop in text:
-                    raise ValueError(f"the stop text {stop!r} is inside the choice {text!r} and would cut it")
+        for stop in stops:
+            text = span.binding.find_in_texts(stop)
+            if text is not None:
+                raise ValueError(f"the stop text {stop!r} is inside the choice {text!r:.80} and would cut it")
         if self._generated:
             trie, kept = span.binding.trie_behind(self._decoder.tokens), self._decoder.tokens
         else:
@@ -608,8 +649,8 @@ class StreamSession:
         skip: str,
         *,
         text_goes_on: bool,
-    ) -> bool:
-        """Take the trie's span; whether its leaf is complete."""
+    ) -> _Walk:
+        """Take the trie's span."""
         trie, node = cursor.trie, cursor.node
         finish = self._finish if skip == "canonical" and trie.sole_leaf is not None else None
         moves = walk_span(
@@ -621,14 +662,14 @@ class StreamSession:
                 node = trie.step(node, step.token)
             tokens = [step.token for step in move.steps]
             steps.extend(move.steps)
-            output.take(tokens, self._tokenizer.detokenize(tokens))
+            if output.take(tokens, self._tokenizer.detokenize(tokens)):
+                return _Walk("stop", None)
             if move.end is not None:
-                output.asked_to_stop = True
                 output.skip_ratios.append(1.0 - self._count_options(trie, node) / self._tokenizer.n_vocab)
-                if not text_goes_on:
-                    steps.append(move.end)
-                return True
-        return cursor.must_end or not cursor.is_active
+                # Where free text follows, the same look at the logits is its first.
+                output.asked_to_stop = not text_goes_on
+                return _Walk("span", None if text_goes_on else move.end)
+        return _Walk("span" if cursor.must_end or not cursor.is_active else "length", None)
 
     def _count_options(self, trie: TokenTrie, node: int) -> int:
         n_children = int(trie.first_child[node + 1] - trie.first_child[node])
@@ -657,7 +698,7 @@ class StreamSession:
                 return "stop"
             if free.closers is not None and free.closers[token]:
                 return "span"
-        return "length"
+        return "span" if free.ends_where_foreign and picker.allows(ends[0]) else "length"
 
     # --- samplers ------------------------------------------------------------------------------
 
@@ -723,7 +764,10 @@ def _params(
     triggers: Iterable[str | int],
     more: dict[str, Any],
 ) -> SamplingParams:
-    lazy = tuple(triggers)
+    of_tries = sorted(_OF_TRIES.intersection(more))
+    if of_tries:
+        raise TypeError(f"generate() got an unexpected keyword argument {of_tries[0]!r}; see set_token_trie")
+    lazy = (triggers,) if isinstance(triggers, str) else tuple(triggers)
     return SamplingParams(
         temp=float(temperature),
         top_p=float(top_p),

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
+from trie_sampler.binding import Binding
 from trie_sampler.choices import Choices, Spelling
 from trie_sampler.errors import EngineError, PayloadError, warn
 from trie_sampler.payload import TokenTreePayload, WireModel
@@ -36,6 +37,21 @@ _ARRAY = "[]"
 # The first word of a literal, with what stands before it: text behind it is cut from it cleanly.
 _HEAD = re.compile(r"[^\w]*\w+")
 _FIRST_PRINTABLE = 0x20
+_SEED_STEP = 0x9E3779B1
+_RULE_NAME = re.compile(r"^\s*([A-Za-z][\w-]*)\s*::=", re.MULTILINE)
+# Parts of GBNF: quoted text, a class of characters, a comment, a name.
+_GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[A-Za-z][\w-]*')
+
+
+def _check_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid Unicode text: {error}") from error
+    return text
+
+
+_Text = Annotated[str, Field(strict=True), AfterValidator(_check_text)]
 
 
 class SkeletonSpan(WireModel):
@@ -54,10 +70,10 @@ class SkeletonSpan(WireModel):
     """
 
     kind: Literal["literal", "enum", "boolean", "number", "free-string", "free-json"]
-    key: str | None = None
-    value: str | None = None
-    enum_values: tuple[str, ...] | None = None
-    rule: str | None = None
+    key: _Text | None = None
+    value: _Text | None = None
+    enum_values: tuple[_Text, ...] | None = None
+    rule: _Text | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=1)] = 128
     max_elements: Annotated[int, Field(strict=True, ge=1)] = 8
 
@@ -71,6 +87,11 @@ class SkeletonSpan(WireModel):
         if self.enum_values is not None and not self.enum_values:
             raise ValueError("enum_values is empty, so there is nothing to choose from")
         return self
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether an array of it may have no element: where elements begin with a quote, as its end does not."""
+        return self.kind in ("enum", "free-string") and self.rule is None
 
     @property
     def is_array(self) -> bool:
@@ -89,8 +110,8 @@ class SpanOverride(WireModel):
     """
 
     span_index: Annotated[int, Field(strict=True, ge=0)]
-    temperature: Annotated[float, Field(ge=0.0)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=1e30)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
 
 
@@ -104,6 +125,13 @@ class SamplerPlan(WireModel):
 
     overrides: tuple[SpanOverride, ...] = ()
     strict: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        places = [override.span_index for override in self.overrides]
+        if len(set(places)) < len(places):
+            raise ValueError("a span can have one override")
+        return self
 
 
 class Grammar(NamedTuple):
@@ -142,8 +170,8 @@ class FilledSkeleton:
 
     @property
     def forward_passes(self) -> int:
-        """Decodes made for open spans, each span's first look among them; literals have none of their own."""
-        return sum(1 + one.usage.forward_passes_total - one.usage.forward_passes_saved for one in self.usages)
+        """Calls of ``llama_decode``, the prompt's among them; literals have none of their own."""
+        return sum(one.usage.decodes for one in self.usages)
 
 
 class ResponseSkeleton(WireModel):
@@ -215,22 +243,28 @@ class ResponseSkeleton(WireModel):
                 parts.append(_quoted(span.value or ""))
                 continue
             parts.append(f"span{place}")
-            element = self._rule_of(span, payload)
+            element, more = self._rule_of(span, payload, f"span{place}-")
+            rules += more
             if span.is_array:
                 rest = f'("," " "? {element})' + f"{{0,{span.max_elements - 1}}}"
-                element = f'"[" ({element} {rest})? "]"'
+                element = f'"[" ({element} {rest}){"?" if span.may_be_empty else ""} "]"'
             rules.append(f"span{place} ::= {element}")
         first = self.spans[0] if self.spans else None
         trigger = first.value if first is not None and first.kind == "literal" and first.value else None
-        source = "\n".join([f"root ::= {' '.join(parts)}", *rules]) + JSON_VALUE
+        source = "\n".join([f"root ::= {' '.join(parts) or _quoted('')}", *rules]) + JSON_VALUE
         return Grammar(source, trigger is not None, trigger)
 
-    def _rule_of(self, span: SkeletonSpan, payload: TokenTreePayload | None) -> str:
+    def _rule_of(self, span: SkeletonSpan, payload: TokenTreePayload | None, prefix: str) -> tuple[str, list[str]]:
+        """(what stands for one value, rules that it needs)."""
+        if span.rule is not None and _has_rules(span.rule):
+            return f"{prefix}root", [_renamed(span.rule, prefix)]
         if span.rule is not None:
-            return f"({span.rule})"
+            return f"({span.rule})", []
         if span.kind == "enum":
-            return "(" + " | ".join(_quoted(json.dumps(v, ensure_ascii=False)) for v in _values_of(span, payload)) + ")"
-        return {"boolean": '("true" | "false")', "number": "number", "free-string": "string"}.get(span.kind, "value")
+            values = (_quoted(json.dumps(value, ensure_ascii=False)) for value in _values_of(span, payload))
+            return f"({' | '.join(values)})", []
+        others = {"boolean": '("true" | "false")', "number": "number", "free-string": "string"}
+        return others.get(span.kind, "value"), []
 
     def fill(
         self,
@@ -262,6 +296,7 @@ class ResponseSkeleton(WireModel):
 
         Raises:
             PayloadError: an enum without values, here or in the payload.
+            EmptyTrieError: a descriptor without leaves.
             EngineError: JSON that does not end within its limit; the session was cancelled; as
                 ``StreamSession.generate``.
             VocabMismatchError: a value that the vocabulary cannot write.
@@ -270,11 +305,10 @@ class ResponseSkeleton(WireModel):
         """
         if isinstance(payload, (str, bytes)):
             payload = TokenTreePayload.from_json(payload)
-        for span in self.spans:
-            if span.kind == "enum" and span.rule is None:
-                _values_of(span, payload)
         overrides = self._overrides(plan)
         filler = _Filler(session, payload, temperature, seed, on_step, on_text_chunk)
+        for span in self.spans:
+            filler.check(span)
         for place, span in enumerate(self.spans):
             if span.kind == "literal":
                 filler.wait(span.value or "")
@@ -317,11 +351,21 @@ class _Filler:
         self._temperature = temperature
         self._seed = seed
         self._callbacks: dict[str, Any] = {"on_step": on_step, "on_text_chunk": on_text_chunk}
+        self._descriptors: dict[str, Binding] = {}
+        self._n_draws = 0
         self._waiting = ""
         self._n_ahead = 0
         self.text = ""
         self.values: dict[str, Any] = {}
         self.usages: list[SpanUsage] = []
+
+    def check(self, span: SkeletonSpan) -> None:
+        """Refuse an enum without values, and bind the descriptor of one that has none of its own."""
+        if span.kind != "enum" or span.rule is not None:
+            return
+        values = _values_of(span, self._payload)
+        if span.enum_values is None and all(json.dumps(name, ensure_ascii=False) == f'"{name}"' for name in values):
+            self._descriptors[span.key or ""] = self._session.bind(self._payload, path=span.key)
 
     # --- literals ------------------------------------------------------------------------------
 
@@ -359,7 +403,7 @@ class _Filler:
             return
         self._waiting += "["
         values: list[Any] = []
-        closes_first = span.kind in ("enum", "free-string") and span.rule is None
+        closes_first = span.may_be_empty
         if closes_first and self._decide(place, span, override, ["]", '"']) == "]":
             self.values[key] = []
             return
@@ -388,9 +432,11 @@ class _Filler:
             return json.loads(text)
         if span.kind == "boolean":
             return self._choose(place, span, override, {"true": "true", "false": "false"}, after) == "true"
-        if span.enum_values is None:
+        if span.key in self._descriptors:
             return self._walk_descriptor(place, span, override, is_open=is_open)
-        written = {name: json.dumps(name, ensure_ascii=False)[is_open:] for name in span.enum_values}
+        # Names that JSON writes otherwise are spelled here: a descriptor's tokens would break the string.
+        values = _values_of(span, self._payload)
+        written = {name: json.dumps(name, ensure_ascii=False)[is_open:] for name in values}
         return self._choose(place, span, override, written, after)
 
     def _choose(
@@ -417,10 +463,9 @@ class _Filler:
 
     def _walk_descriptor(self, place: int, span: SkeletonSpan, override: SpanOverride, *, is_open: bool) -> str:
         """A value by the payload's own tokens, between quotes of ours."""
-        payload = self._payload
         self._waiting += "" if is_open else '"'
         self.write_waiting()
-        bound = self._bind(payload, override, path=span.key)
+        bound = Span(self._descriptors[span.key or ""], samples=_samples(override), path=span.key)
         choice = self._generate(place, span, override, bound).choice
         if choice is None or choice.name is None:
             raise EngineError(f"span {place} ({span.key!r}) was cut before a value was whole")
@@ -440,7 +485,7 @@ class _Filler:
     def _fill_by_grammar(self, place: int, span: SkeletonSpan, override: SpanOverride) -> Any:
         self.write_waiting()
         rule = span.rule or "value"
-        grammar = rule if "::=" in rule else f"root ::= {rule}\n{JSON_VALUE}"
+        grammar = rule if _has_rules(rule) else f"root ::= {rule}\n{JSON_VALUE}"
         done = self._write_free(place, span, override, FreeText(ends_where_foreign=True), grammar)
         if done.finish_reason not in ("span", "eog"):
             raise EngineError(f"span {place} ({span.key!r}) was not over after {span.max_tokens} tokens")
@@ -451,10 +496,9 @@ class _Filler:
 
     # --- the session ---------------------------------------------------------------------------
 
-    def _bind(self, source: Any, override: SpanOverride, path: str | None = None) -> Span:
-        samples = override.temperature is not None and override.temperature > 0
+    def _bind(self, source: Choices | TokenTrie, override: SpanOverride) -> Span:
         spelling = Spelling(lead="") if isinstance(source, Choices) else None
-        return Span(self._session.bind(source, path=path, spelling=spelling), samples=samples, path=path)
+        return Span(self._session.bind(source, spelling=spelling), samples=_samples(override))
 
     def _generate(self, place: int, span: SkeletonSpan, override: SpanOverride, bound: Span) -> Generation:
         settings = self._settings(override, 0.0)
@@ -469,7 +513,10 @@ class _Filler:
         return self._keep(place, span, done)
 
     def _settings(self, override: SpanOverride, temperature: float) -> dict[str, Any]:
-        settings: dict[str, Any] = {"temperature": temperature, "seed": self._seed}
+        # One seed for all would draw alike in every span.
+        seed = None if self._seed is None else (self._seed + _SEED_STEP * self._n_draws) % 2**32
+        self._n_draws += 1
+        settings: dict[str, Any] = {"temperature": temperature, "seed": seed}
         given = {"temperature": override.temperature, "top_k": override.top_k, "top_p": override.top_p}
         return settings | {name: value for name, value in given.items() if value is not None}
 
@@ -491,10 +538,30 @@ def _values_of(span: SkeletonSpan, payload: TokenTreePayload | None) -> tuple[st
     raise PayloadError(f"the enum {span.key!r} has no enum_values, and no descriptor of that path is given")
 
 
+def _samples(override: SpanOverride) -> bool:
+    return override.temperature is not None and override.temperature > 0
+
+
+def _has_rules(rule: str) -> bool:
+    """Whether it is whole rules, and not a right side."""
+    return "root" in _RULE_NAME.findall(rule)
+
+
+def _renamed(rules: str, prefix: str) -> str:
+    """Whole rules under names of their own."""
+    names = set(_RULE_NAME.findall(rules))
+    return _GBNF_PART.sub(lambda part: prefix + part[0] if part[0] in names else part[0], rules)
+
+
 def _quoted(text: str) -> str:
     """A GBNF literal."""
-    escapes = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
-    return '"' + "".join(escapes.get(c, "\\" + c if c in '"\\' else c) for c in text) + '"'
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return f"\\x{ord(character):02X}" if ord(character) < _FIRST_PRINTABLE else character
 
 
 def _numbers_of(session: StreamSession) -> TokenTrie:

@@ -81,17 +81,24 @@ def walk_span(
         if is_over:
             return
         row = rows.row()
-        if text_goes_on and cursor.may_end and cursor.trie.step(cursor.node, int(np.argmax(row))) < 0:
+        if text_goes_on and cursor.may_end and cursor.trie.step(cursor.node, _likeliest(row)) < 0:
             yield Move((), Step(END, 0.0, np.inf, is_forced=False))
             return
         step = cursor.decide(row, samples=samples)
+        ends = cursor.trie.step(cursor.node, step.token) < 0
         cursor.accept(step.token)
-        if cursor.is_finished or step.token == END:
+        if ends:
             yield Move((), step)
             return
         rows.push([step.token])
         taken = [step]
         left -= 1
+
+
+def _likeliest(row: Row) -> int:
+    """The argmax, in which NaN counts as -inf."""
+    best = int(np.argmax(row))
+    return best if row[best] == row[best] else int(np.argmax(np.where(np.isnan(row), -np.inf, row)))
 
 
 def _without_alternative(cursor: TrieCursor, finish: Callable[[TrieCursor], Sequence[int]] | None) -> Sequence[int]:

@@ -38,6 +38,9 @@ _WINDOWS = (8, 32, 128)
 FINGERPRINT_FORM = "vocab-sha256:"
 """How the fingerprint of a vocabulary begins; see ``trie_sampler.model_id``."""
 
+MAX_TEXT_LENGTH = 10_000
+"""Characters of a choice. Some vocabularies' regular expressions recurse once a character and end the process."""
+
 _LONG_WORK = 20_000
 """Choices from which on progress is shown, where tqdm is installed and somebody looks."""
 
@@ -129,8 +132,7 @@ def edge_of(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Edge:
     tail = list(prompt_ids[first:])
     if not tail:
         return START
-    longest = tokenizer.detokenize(tail)
-    last = longest.decode("utf-8", "ignore")[-1:]
+    last = tokenizer.detokenize(tail[-_WINDOWS[0] :]).decode("utf-8", "ignore")[-1:]
     spaceless = not last or last.isspace() or last in OPENERS
     line = _last_line(tokenizer, tail)
     for size in (line, *(size for size in _WINDOWS if size < len(tail)), len(tail)):
@@ -141,7 +143,7 @@ def edge_of(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Edge:
         if n_equal >= max(1, size if size == line else size // 2):
             return Edge(text, tuple(tokens), spaceless, min(n_equal, len(prompt_ids) - 1))
     # Ids that no text tokenizes to (a cut character, a split word): nothing to stand behind.
-    return Edge(longest, (), spaceless)
+    return Edge(tokenizer.detokenize(tail), (), spaceless)
 
 
 def _last_line(tokenizer: Tokenizer, tail: Sequence[int]) -> int:
@@ -203,7 +205,7 @@ def tokenize_choices(
         At least one path a choice. A choice without text has an empty one.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: a setting out of range; a choice of more than 10,000 characters.
         VocabMismatchError: tokens that do not spell the choice, or control tokens among them.
 
     Warns:
@@ -223,6 +225,7 @@ def spell_choices(
     tokenizer: Tokenizer, choices: Choices, edge: Edge, spelling: Spelling, *, known: bool = True
 ) -> Spelled:
     """``tokenize_choices`` behind an edge that is at hand, without a warning; not ``known``: behind anything."""
+    _refuse_long_texts(choices, spelling)
     doubts = _find_mixed_leads(choices, spelling)
     if spelling.heal:
         merges = find_merges(tokenizer, choices, edge, spelling)
@@ -335,7 +338,7 @@ def _continue(tokenizer: Tokenizer, edge: Edge, text: bytes) -> tuple[int, ...] 
         return ()
     if edge is START:
         tokens = tokenizer.tokenize(text)
-        if text.startswith(b" ") and tokenizer.detokenize(tokens) == b" " + text:
+        if len(text) > 1 and text.startswith(b" ") and tokenizer.detokenize(tokens) == b" " + text:
             # This vocabulary itself puts a space before any text.
             tokens = tokenizer.tokenize(text[1:])
         return tuple(tokens)
@@ -359,15 +362,17 @@ def _split_at_controls(tokenizer: Tokenizer, text: bytes, *, special: bool) -> t
     position = 0
     for control in controls:
         written = tokenizer.detokenize((control,), special=True)
-        start = text.index(written, position)
+        start = text.find(written, position)
+        if start < 0 or not written:
+            raise VocabMismatchError(f"choice {text.decode()!r:.80}: this vocabulary cannot write it")
         if behind:
-            behind += _tokenize_segment(tokenizer, text[position:start])
+            behind += tokenize_alone(tokenizer, text[position:start])
         else:
             plain = text[:start]
         behind.append(control)
         position = start + len(written)
     if behind:
-        behind += _tokenize_segment(tokenizer, text[position:])
+        behind += tokenize_alone(tokenizer, text[position:])
     return plain, tuple(behind)
 
 
@@ -375,8 +380,8 @@ def _is_no_text(tokenizer: Tokenizer, token: int) -> bool:
     return tokenizer.is_control(token) or tokenizer.is_eog(token)
 
 
-def _tokenize_segment(tokenizer: Tokenizer, text: bytes) -> tuple[int, ...]:
-    """Text behind a control token, where some vocabularies would put a space."""
+def tokenize_alone(tokenizer: Tokenizer, text: bytes) -> tuple[int, ...]:
+    """Text with nothing before it, without the space that some vocabularies would put there."""
     tokens = tuple(tokenizer.tokenize(text)) if text else ()
     return tokens if tokenizer.detokenize(tokens) == text else _stand_alone(tokenizer, text)
 
@@ -388,7 +393,7 @@ def _stand_alone(tokenizer: Tokenizer, text: bytes) -> tuple[int, ...]:
         tokens = _continue(tokenizer, Edge(before, tuple(tokenizer.tokenize(before)), spaceless=False), text)
         if tokens is not None:
             return tokens
-    raise VocabMismatchError(f"choice {text.decode()!r} merges with whatever stands before it")
+    raise VocabMismatchError(f"choice {text.decode()!r:.80} merges with whatever stands before it")
 
 
 def continue_text(tokenizer: Tokenizer, before: Sequence[int], text: bytes) -> tuple[int, ...]:
@@ -439,13 +444,20 @@ def _check_spelling(
     for place, token in enumerate(tokens):
         if tokenizer.is_eog(token) or (tokenizer.is_control(token) and not special):
             what = "ends the generation" if special else "is a control token; text from a user never makes one"
-            raise VocabMismatchError(f"choice {name!r}: token {token} at index {place} {what}")
+            raise VocabMismatchError(f"choice {name!r:.80}: token {token} at index {place} {what}")
     # A Tokenizer that never parses control tokens need not know the argument.
     spelled = tokenizer.detokenize(tokens, special=True) if special else tokenizer.detokenize(tokens)
     if spelled not in (text, b" " + text):
         raise VocabMismatchError(
-            f"choice {name!r}: its tokens {list(tokens)} spell {spelled!r}: this vocabulary cannot write it"
+            f"choice {name!r:.80}: its tokens {list(tokens)!s:.80} spell {spelled!r:.80}: this vocabulary cannot write "
+            "it"
         )
+
+
+def _refuse_long_texts(choices: Choices, spelling: Spelling) -> None:
+    longest = max(choices.texts, key=len)
+    if len(longest) > MAX_TEXT_LENGTH and (spelling.heal or spelling.tokenization == "canonical"):
+        raise ValueError(f"choice {longest!r:.40} has {len(longest)} characters; {MAX_TEXT_LENGTH} can be tokenized")
 
 
 def _find_mixed_leads(choices: Choices, spelling: Spelling) -> list[str]:

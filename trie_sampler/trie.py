@@ -21,7 +21,7 @@ from trie_sampler.errors import (
     warn,
 )
 from trie_sampler.kernels import find_child_of
-from trie_sampler.layout import LEAF, NO_LEAF, NO_TOKEN, OFFSET, TOKEN
+from trie_sampler.layout import LEAF, NO_LEAF, NO_TOKEN, NODE, OFFSET, TOKEN
 from trie_sampler.payload import TokenSequence, TokenTreePayload
 from trie_sampler.tokens import FINGERPRINT_FORM, Spelled, Tokenizer, tokenize_choices
 
@@ -235,7 +235,9 @@ class TokenTrie:
             TypeError, ValueError: an argument of another kind.
 
         Warns:
-            TrieSamplerWarning: the prompt's end would merge with a choice and is not healed.
+            TrieSamplerWarning: the prompt's end would merge with a choice in each of its spellings and is not
+                healed (``check_prompt`` tells of any spelling); some choices begin with a space and some do not;
+                a choice can never come out.
 
         Cost: about 30 us a choice and spelling; ``"every"`` 10 us, and once a model 0.5 s for its pieces.
         """
@@ -254,7 +256,10 @@ class TokenTrie:
             case_fold=case_fold,
             special=special,
         )
-        return cls._from_spelled(tokenizer, spelled)
+        trie = cls._from_spelled(tokenizer, spelled)
+        if trie.unreachable:
+            warn(trie.tell_unreachable())
+        return trie
 
     @classmethod
     def _from_spelled(cls, tokenizer: Tokenizer, spelled: Spelled) -> TokenTrie:
@@ -294,7 +299,7 @@ class TokenTrie:
         states = write_in_every_way(graph, len(self._roots), pieces)
         lost = np.setdiff1d(self.leaf, states.leaf)
         if lost.size:
-            raise VocabMismatchError(f"choice {self._name(int(lost[0]))!r}: this vocabulary cannot write it")
+            raise VocabMismatchError(f"choice {self.name_of(int(lost[0]))!r}: this vocabulary cannot write it")
         collided = self._collided.copy()
         collided[0] = states.state_of[collided[0]]
         return TokenTrie._from_arrays(
@@ -501,7 +506,7 @@ class TokenTrie:
         """Name of the leaf that ends at ``node``, ``None`` where none does."""
         self._check_node(node)
         leaf = int(self.leaf[node])
-        return None if leaf == NO_LEAF else self._name(leaf)
+        return None if leaf == NO_LEAF else self.name_of(leaf)
 
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """The tokens from the root to ``node``. O(D log S); in a graph one of the ways there, O(D E)."""
@@ -511,7 +516,8 @@ class TokenTrie:
             # An edge is found from the nodes before it: that of the first one is the longest piece.
             edge = node if self.target is None else int(np.argmax(self.target == node))
             tokens.append(int(self.token[edge]))
-            node = int(np.searchsorted(self.first_child, edge, side="right")) - 1
+            # An index of the array's own type: with another NumPy copies the array first.
+            node = int(np.searchsorted(self.first_child, NODE.type(edge), side="right")) - 1
         return tuple(reversed(tokens))
 
     def leaves(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -520,17 +526,31 @@ class TokenTrie:
         O(S D log S), in a graph O(S D E): for small tries.
         """
         for node in np.flatnonzero(self.leaf != NO_LEAF):
-            yield self._name(int(self.leaf[node])), self.path_tokens(int(node))
+            yield self.name_of(int(self.leaf[node])), self.path_tokens(int(node))
 
     @property
     def collisions(self) -> tuple[Collision, ...]:
         """Names that share their tokens with a smaller name and lost that path to it."""
         return tuple(
-            Collision(self._name(int(self.leaf[node])), self._name(int(leaf)), self.path_tokens(int(node)))
+            Collision(self.name_of(int(self.leaf[node])), self.name_of(int(leaf)), self.path_tokens(int(node)))
             for node, leaf in self._collided.T
         )
 
-    def _name(self, leaf: int) -> str:
+    @property
+    def unreachable(self) -> tuple[str, ...]:
+        """Names that lost every path to smaller names, and can never come out."""
+        kept = np.zeros(self._n_names, bool)
+        kept[self.leaf[self.leaf != NO_LEAF]] = True
+        lost = dict.fromkeys(int(leaf) for leaf in self._collided[1] if not kept[leaf])
+        return tuple(map(self.name_of, lost))
+
+    def tell_unreachable(self) -> str:
+        """A sentence about ``unreachable``."""
+        shown = _some([f"{name!r:.80}" for name in self.unreachable])
+        return f"choices that can never come out, for others have the same text: {shown}"
+
+    def name_of(self, leaf: int) -> str:
+        """The name of a leaf by its index."""
         return str(leaf) if self._names is None else self._names[leaf]
 
     def _check_node(self, node: int) -> None:
@@ -579,7 +599,7 @@ class TokenTrie:
             if not holds:
                 raise TrieSamplerError(f"damaged trie: {promise!r} does not hold")
 
-    def check_vocab(self, vocab: Tokenizer, *, strict: bool = False) -> None:
+    def check_vocab(self, vocab: Llama | Tokenizer, *, strict: bool = False) -> None:
         """Check that the paths belong to a vocabulary.
 
         Doubtful, a warning: it was spelled by another vocabulary; leaves (of 64 looked at) that do not
@@ -594,6 +614,7 @@ class TokenTrie:
             VocabMismatchError: an id >= V, an end-of-generation id inside a leaf, or, under ``strict``,
                 what is doubtful.
         """
+        vocab = _as_tokenizer(vocab)
         if self.max_token >= vocab.n_vocab:
             self._refuse_edge(int(np.argmax(self.token >= vocab.n_vocab)), f"V is {vocab.n_vocab}")
         for token in np.unique(self.token[self.token != NO_TOKEN]).tolist():
@@ -615,7 +636,7 @@ class TokenTrie:
 
     def _find_doubts(self, vocab: Tokenizer, sample: Sequence[tuple[str, str]]) -> list[str]:
         """What speaks against leaves that come as ids, in sentences."""
-        wrong = [f"{name!r} is spelled {text!r} here" for name, text in sample if not _is_spelled(name, text)]
+        wrong = [f"{name!r:.80} is spelled {text!r:.80} here" for name, text in sample if not _is_spelled(name, text)]
         if not wrong:
             return []
         firsts = {int(token) for root in self._roots.values() for token in self.children(root)}
@@ -641,11 +662,11 @@ class TokenTrie:
             tokens = self.path_tokens(node)
             # A control token is shown by its text, which may be the name.
             special = {"special": True} if any(map(vocab.is_control, tokens)) else {}
-            yield self._name(int(self.leaf[node])), vocab.detokenize(tokens, **special).decode("utf-8", "replace")
+            yield self.name_of(int(self.leaf[node])), vocab.detokenize(tokens, **special).decode("utf-8", "replace")
 
     def _refuse_edge(self, edge: int, why: str) -> NoReturn:
         node = self._end_of(edge)
-        parent = int(np.searchsorted(self.first_child, edge, side="right")) - 1
+        parent = int(np.searchsorted(self.first_child, NODE.type(edge), side="right")) - 1
         place = len(self.path_tokens(parent))
         while self.leaf[node] == NO_LEAF:
             node = self._end_of(int(self.first_child[node]))

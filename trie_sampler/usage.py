@@ -17,7 +17,8 @@ class Usage:
         n_tokens: tokens that came out, end tokens left out.
         forward_passes_total: what a token-by-token run of the same tokens decodes after the prompt: one for
             each token but the last, and one more where the model was asked whether to stop.
-        forward_passes_saved: that minus the decodes made.
+        forward_passes_saved: that minus the decodes made after the prompt.
+        decodes: calls of ``llama_decode``, the prompt's among them.
         skip_ratio_mean: mean over the steps inside tries, forced ones included, of the share of candidates that
             the trie ruled out: (V - valid) / V; 0 where there were none.
         skip_ratio_std: standard deviation of that, of the population.
@@ -29,6 +30,7 @@ class Usage:
     n_tokens: int
     forward_passes_total: int
     forward_passes_saved: int
+    decodes: int
     skip_ratio_mean: float
     skip_ratio_std: float
     seconds: float
@@ -42,6 +44,7 @@ class Usage:
         n_tokens: int,
         asked_to_stop: bool,
         n_decodes: int,
+        n_prefill: int,
         skip_ratios: Sequence[float],
         seconds: float,
     ) -> Usage:
@@ -51,7 +54,8 @@ class Usage:
             prompt_tokens: of the prompt.
             n_tokens: that came out.
             asked_to_stop: whether logits were looked at after the last token.
-            n_decodes: after the prompt.
+            n_decodes: calls of ``llama_decode``.
+            n_prefill: how many of them the prompt took.
             skip_ratios: one for each step inside a trie.
             seconds: after the prompt.
         """
@@ -60,7 +64,8 @@ class Usage:
             prompt_tokens=prompt_tokens,
             n_tokens=n_tokens,
             forward_passes_total=total,
-            forward_passes_saved=total - n_decodes,
+            forward_passes_saved=total - (n_decodes - n_prefill),
+            decodes=n_decodes,
             skip_ratio_mean=statistics.fmean(skip_ratios) if skip_ratios else 0.0,
             skip_ratio_std=statistics.pstdev(skip_ratios) if skip_ratios else 0.0,
             seconds=seconds,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import llama_cpp
@@ -35,6 +35,7 @@ class Decoder:
         tokens: the sequence, evaluated or not.
         n_decodes: calls of ``llama_decode`` for this sequence.
         n_prefill: how many of them the first row took, which is the prompt's.
+        before_decode: called before each decode; what it raises ends the evaluation.
         time_of_first_row: when that was done, by ``time.perf_counter``; 0 before.
 
     Raises:
@@ -44,6 +45,7 @@ class Decoder:
     def __init__(self, llm: Llama, tokens: Iterable[int] = ()) -> None:
         require_engine(llm)
         self._llm = llm
+        self.before_decode: Callable[[], None] | None = None
         self._row_type = ctypes.c_float * llm.n_vocab()
         self._row: npt.NDArray[np.float32] | None
         self.replace(tokens)
@@ -77,8 +79,6 @@ class Decoder:
         self.tokens: list[int] = list(tokens)
         self._row = None
         self.restart_count()
-        # Tokens that the context held when this decoder left it; -1 where that is not known.
-        self._n_known = -1
 
     def restart_count(self) -> None:
         """Count from here: the next row is the first again."""
@@ -88,9 +88,7 @@ class Decoder:
 
     def doubt(self) -> None:
         """Others may have used the ``Llama`` meanwhile: look again before the next row."""
-        self._n_known = -1
-        if self._llm.n_tokens != len(self.tokens) or self._count_evaluated() < len(self.tokens):
-            self._row = None
+        self._row = None
 
     def row(self) -> npt.NDArray[np.float32]:
         """[V] float32: the logits after the last token, in llama.cpp's own memory, good until the next decode.
@@ -117,8 +115,6 @@ class Decoder:
     def _count_evaluated(self) -> int:
         """How many tokens of the sequence the context begins with."""
         n_kept = min(self._llm.n_tokens, len(self.tokens))
-        if n_kept == self._n_known == self._llm.n_tokens:
-            return n_kept
         differs = np.flatnonzero(self._llm.input_ids[:n_kept] != np.array(self.tokens[:n_kept], np.intc))
         return int(differs[0]) if len(differs) else n_kept
 
@@ -132,13 +128,15 @@ class Decoder:
         if n_kept < llm.n_tokens or n_kept == 0:
             self._drop_tail(n_kept)
         rest = self.tokens[llm.n_tokens :]
-        self.n_decodes += -(-len(rest) // llm.n_batch)
-        try:
-            llm.eval(rest)
-        except RuntimeError as error:
-            code = re.search(r"-?\d+$", str(error))
-            raise EngineError(f"llama_decode failed: {error}", int(code[0]) if code else None) from error
-        self._n_known = llm.n_tokens
+        for start in range(0, len(rest), llm.n_batch):
+            if self.before_decode is not None:
+                self.before_decode()
+            self.n_decodes += 1
+            try:
+                llm.eval(rest[start : start + llm.n_batch])
+            except RuntimeError as error:
+                code = re.search(r"-?\d+$", str(error))
+                raise EngineError(f"llama_decode failed: {error}", int(code[0]) if code else None) from error
 
     def _drop_tail(self, n_kept: int) -> None:
         """Forget what the context holds past ``n_kept`` tokens; where it cannot, everything."""

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import llama_cpp
+import numpy as np
 from llama_cpp import Llama, llama_chat_format
 
 from trie_sampler.binding import forget_vocabulary
@@ -94,7 +95,8 @@ class LlamaTokenizer:
             return b"".join([pieces[token] for token in tokens])
         except KeyError:
             for token in tokens:
-                pieces[token] = self._read_piece(token)
+                if token not in pieces:
+                    pieces[token] = self._read_piece(token)
             return b"".join([pieces[token] for token in tokens])
 
     def is_eog(self, token: int) -> bool:
@@ -128,8 +130,10 @@ def as_tokenizer(llm: Llama | Tokenizer) -> Tokenizer:
 
     Raises:
         TypeError: neither.
+        TrieSamplerError: the ``Llama`` is closed.
     """
     if isinstance(llm, Llama):
+        _require_open(llm)
         known = _tokenizers.get(llm)
         if known is None:
             known = _tokenizers[llm] = LlamaTokenizer(llm)
@@ -137,6 +141,12 @@ def as_tokenizer(llm: Llama | Tokenizer) -> Tokenizer:
     if isinstance(llm, Tokenizer):
         return llm
     raise TypeError(f"expected a llama_cpp.Llama or a Tokenizer, got {type(llm)}")
+
+
+def _require_open(llm: Llama) -> None:
+    """Refuse a closed model: llama.cpp would read freed memory."""
+    if getattr(llm._model, "model", None) is None:
+        raise TrieSamplerError("this Llama is closed")
 
 
 def model_id(llm: Llama | Tokenizer) -> str:
@@ -180,6 +190,7 @@ def require_engine(llm: Llama) -> None:
     """
     if not isinstance(llm, Llama):
         raise TypeError(f"expected a llama_cpp.Llama, got {type(llm)}")
+    _require_open(llm)
     if llm.model_params.vocab_only:
         raise TrieSamplerError("this Llama was loaded with vocab_only=True: it has no weights to choose by")
 
@@ -205,6 +216,8 @@ def prompt_tokens(llm: Llama | Tokenizer, prompt: Any) -> list[int]:
             heard = _rendered_chat(llm, parts)
             ids = _text_tokens(llm, heard) if isinstance(heard, str) else list(heard)
         else:
+            if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in parts):
+                raise TypeError(f"a prompt is text, token ids or chat messages, got a list of {parts[:3]!r:.80}")
             ids = [operator.index(token) for token in parts]
     n_vocab = as_tokenizer(llm).n_vocab
     for place, token in enumerate(ids):
@@ -259,4 +272,7 @@ def _rendered_chat(llm: Llama | Tokenizer, messages: Sequence[Any]) -> Any:
         handler(llama=listener, messages=list(messages))
     except _HeardError:
         return listener.prompt
+    # Templates fail in ways of their own: a missing role, a message that is no mapping.
+    except Exception as error:
+        raise TrieSamplerError(f"the chat handler cannot render these messages: {error!r:.200}") from error
     raise TrieSamplerError(f"the chat handler {llm.chat_format!r} completes nothing; render the prompt yourself")

@@ -1,0 +1,506 @@
+"""Which whole choice a model prefers, and how sure it is: ``rank``, and the search behind ``choose(method="best")``.
+
+A greedy walk decides token by token and can be led astray by a first token. Here the scores are those of whole
+choices: every node of the trie with more than one way on is evaluated, in one batch with tree attention, or, where
+only the best are wanted, as many as it takes until no bound beats them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import Llama
+
+from trie_sampler.binding import Binding, kept_for
+from trie_sampler.cache import Recent
+from trie_sampler.choice import Choice
+from trie_sampler.choices import Choices, ChoicesLike, Spelling
+from trie_sampler.cursor import check_choice
+from trie_sampler.errors import EngineError, UnknownPathError
+from trie_sampler.llama.decoder import Decoder
+from trie_sampler.llama.forest import N_SEQUENCES, Forest, Twig
+from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_engine
+from trie_sampler.scores import NORMALIZATIONS, Floats, Paths, PathScores, leaf_scores, log_mean, log_shares
+from trie_sampler.tokens import Tokenizer
+from trie_sampler.trie import TokenTrie
+
+_NODES_A_ROUND = 8
+"""Nodes evaluated at once by the search: more are wasted where the first decide, fewer make more decodes."""
+
+_TOLERANCE = 1e-3
+"""Nats that a leaf's reported score may still gain from paths that were not evaluated."""
+
+
+class Growth:
+    """Evaluates nodes of one trie behind one prompt.
+
+    Args:
+        llm: the model.
+        trie: a tree.
+        root: its root node.
+        prompt: ids.
+        paths: of that root.
+
+    Attributes:
+        method: "tree", or "leaf by leaf" for models that cannot share a prompt between sequences.
+        n_decodes: after the prompt.
+    """
+
+    def __init__(self, llm: Llama, trie: TokenTrie, root: int, prompt: Sequence[int], paths: Paths) -> None:
+        self._llm = llm
+        self._trie = trie
+        self._root = root
+        self._prompt = list(prompt)
+        self._paths = paths
+        self.method = "tree" if _shares_prompts(llm) else "leaf by leaf"
+        self._forest = Forest.of(llm)
+        self._decoder: Decoder | None = None
+        self._sequence_of: dict[int, int] = {root: 0}
+        self._free = list(range(N_SEQUENCES - 1, 0, -1))
+        self._n_before = 0
+
+    @property
+    def n_decodes(self) -> int:
+        """Decodes after the prompt's."""
+        decoder = self._decoder
+        return (self._forest.n_decodes if decoder is None else decoder.n_decodes) - self._n_before
+
+    def begin(self, n_nodes: int) -> npt.NDArray[np.float32]:
+        """The logits at the root; ``n_nodes`` will be evaluated at most."""
+        if self.method == "tree":
+            row = self._forest.begin(self._prompt, n_nodes)
+            self._n_before = self._forest.n_decodes
+            return row
+        self._decoder = Decoder(self._llm, self._prompt)
+        self._decoder.require_room(self._trie.depth, "a choice")
+        row = self._decoder.row()
+        self._n_before = self._decoder.n_decodes
+        return row
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from below the root to ``node``."""
+        path = []
+        while node != self._root:
+            path.append(node)
+            node = int(np.searchsorted(self._trie.first_child, node, side="right")) - 1
+        return path[::-1]
+
+    # --- everything ----------------------------------------------------------------------------
+
+    def evaluate_all(self, nodes: Sequence[int], scores: PathScores) -> None:
+        """Evaluate inner nodes, parents before children: as one batch where sequences and memory allow."""
+        if self._decoder is not None:
+            self._one_by_one(nodes, scores)
+            return
+        ends = [node for node in nodes if not self._has_inner_child(node)]
+        for start in range(0, len(ends), N_SEQUENCES - 1):
+            self._evaluate_branches(ends[start : start + N_SEQUENCES - 1], scores)
+
+    def _evaluate_branches(self, ends: Sequence[int], scores: PathScores) -> None:
+        """Evaluate all nodes above and at ``ends``, each end with a sequence of its own."""
+        owners: dict[int, list[int]] = {}
+        for sequence, end in enumerate(ends, start=1):
+            for node in self.path_to(end):
+                owners.setdefault(node, []).append(sequence)
+        self._forest.share(0, range(1, len(ends) + 1))
+        nodes = sorted(owners)
+        twigs = [self._twig(node, owners[node]) for node in nodes]
+        size = min(self._forest.max_rows, 2048)
+        for first in range(0, len(nodes), size):
+            part = nodes[first : first + size]
+            wanted = [place for place, node in enumerate(part) if not scores.has(node)]
+            rows = self._forest.evaluate(twigs[first : first + size], wanted)
+            for place, row in zip(wanted, rows, strict=True):
+                scores.evaluate(part[place], row)
+        self._forest.drop(range(1, len(ends) + 1))
+
+    def _has_inner_child(self, node: int) -> bool:
+        first = self._trie.first_child
+        return bool(np.any(np.diff(first[first[node] : first[node + 1] + 1]) > 0))
+
+    def _twig(self, node: int, sequences: Sequence[int]) -> Twig:
+        position = len(self._prompt) + int(self._paths.depth[node]) - 1
+        return Twig(int(self._trie.token[node]), position, sequences)
+
+    # --- a few at a time -----------------------------------------------------------------------
+
+    def evaluate_some(self, nodes: Sequence[int], scores: PathScores) -> None:
+        """Evaluate open nodes in one batch, each in a sequence that goes on from its parent's."""
+        if self._decoder is not None:
+            self._one_by_one(nodes, scores)
+            return
+        twigs: list[Twig] = []
+        wanted: list[int] = []
+        for node in nodes:
+            path = self.path_to(node)
+            alive = next((place for place in range(len(path) - 1, -1, -1) if path[place] in self._sequence_of), -1)
+            source = self._sequence_of[path[alive] if alive >= 0 else self._root]
+            sequence = self._take_sequence(keep={source}, besides=nodes)
+            self._forest.share(source, [sequence])
+            twigs += [self._twig(step, (sequence,)) for step in path[alive + 1 :]]
+            wanted.append(len(twigs) - 1)
+            self._sequence_of[node] = sequence
+        rows = self._forest.evaluate(twigs, wanted)
+        for node, row in zip(nodes, rows, strict=True):
+            if not scores.evaluate(node, row):
+                self._give_back(node)
+
+    def _take_sequence(self, keep: set[int], besides: Sequence[int]) -> int:
+        """A free sequence; where there is none, the oldest node's, whose children are reached anew if need be."""
+        if not self._free:
+            for node, sequence in self._sequence_of.items():
+                if node != self._root and sequence not in keep and node not in besides:
+                    self._give_back(node)
+                    break
+        return self._free.pop()
+
+    def _give_back(self, node: int) -> None:
+        sequence = self._sequence_of.pop(node)
+        self._forest.drop([sequence])
+        self._free.append(sequence)
+
+    def _one_by_one(self, nodes: Sequence[int], scores: PathScores) -> None:
+        decoder = self._decoder
+        if decoder is None:
+            raise EngineError("the prompt is not evaluated")
+        for node in nodes:
+            decoder.tokens = [*self._prompt, *(int(self._trie.token[step]) for step in self.path_to(node))]
+            decoder.doubt()
+            scores.evaluate(node, decoder.row())
+
+
+def _shares_prompts(llm: Llama) -> bool:
+    return not (getattr(llm, "_is_recurrent", False) or getattr(llm, "_is_hybrid", False))
+
+
+@dataclass
+class Ranking:
+    """Scores of all leaves of one trie behind one prompt, exact or bounded.
+
+    Attributes:
+        lower: [N] scores that are certain, by index of the leaf's name.
+        upper: [N] scores that they can still reach.
+        order: leaves that can come out, best first.
+        valid_mass: the model's probability that its next token begins a choice.
+        stats: counts.
+    """
+
+    lower: Floats
+    upper: Floats
+    order: npt.NDArray[np.int64]
+    valid_mass: float
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every leaf's score is known."""
+        return bool(np.all(self.upper[self.order] - self.lower[self.order] <= _TOLERANCE))
+
+
+def search(
+    llm: Llama,
+    trie: TokenTrie,
+    root: int,
+    prompt: Sequence[int],
+    *,
+    normalize: str,
+    offsets: Floats | None = None,
+    n_best: int | None = None,
+    max_nodes: int | None = None,
+) -> Ranking:
+    """Score whole choices behind a prompt.
+
+    Args:
+        llm: the model.
+        trie: a tree.
+        root: where the choices begin.
+        prompt: ids.
+        normalize: "joint", "walk" or "token_length_normalized"; "calibrated" is joint with ``offsets``.
+        offsets: [names] added to each leaf's score.
+        n_best: stop when the order of so many is certain; ``None`` evaluates everything.
+        max_nodes: evaluate no more; then the order may be uncertain, and ``stats["exact"]`` is False.
+    """
+    start = time.perf_counter()
+    paths = Paths(trie, root)
+    scores = PathScores(trie, paths, root, walks=normalize == "walk")
+    inner = [node for node in _inner_nodes(trie, paths) if node != root]
+    growth = Growth(llm, trie, root, prompt, paths)
+    first_row = growth.begin(len(inner) if n_best is None else min(len(inner), 4096) + trie.depth * _NODES_A_ROUND)
+    opened = set(scores.evaluate(root, first_row))
+    is_certain = True
+    if n_best is None:
+        growth.evaluate_all(inner, scores)
+    else:
+        while opened:
+            lower, upper, path_upper = _bounds(trie, paths, scores, normalize, offsets)
+            if _is_settled(lower, upper, n_best):
+                break
+            left = _NODES_A_ROUND if max_nodes is None else min(_NODES_A_ROUND, max_nodes - scores.n_evaluated)
+            if left <= 0:
+                is_certain = False
+                break
+            worth = {node: float(path_upper[paths.first[node] : paths.last[node]].max()) for node in opened}
+            chosen = sorted(sorted(opened, key=lambda node: -worth[node])[:left])
+            growth.evaluate_some(chosen, scores)
+            opened.difference_update(chosen)
+            for node in chosen:
+                opened.update(scores.opened_by(node))
+    lower, upper, _ = _bounds(trie, paths, scores, normalize, offsets)
+    leaves = np.unique(paths.leaf)
+    order = leaves[np.argsort(-lower[leaves], kind="stable")]
+    stats = {
+        "prompt_tokens": len(prompt),
+        "forward_passes": growth.n_decodes,
+        "nodes_evaluated": scores.n_evaluated,
+        "nodes": len(inner) + 1,
+        "method": growth.method,
+        "exact": is_certain,
+        "seconds": time.perf_counter() - start,
+    }
+    return Ranking(lower, upper, order, scores.valid_mass, stats)
+
+
+def _inner_nodes(trie: TokenTrie, paths: Paths) -> list[int]:
+    return np.flatnonzero((paths.depth >= 0) & (np.diff(trie.first_child) > 0)).tolist()
+
+
+def _bounds(
+    trie: TokenTrie, paths: Paths, scores: PathScores, normalize: str, offsets: Floats | None
+) -> tuple[Floats, Floats, Floats]:
+    """([N] certain, [N] possible, [P] possible) scores."""
+    n_names = trie._n_names
+    upper = scores.bound / paths.length if normalize == "token_length_normalized" else scores.bound
+    lower = np.where(scores.known, upper, -np.inf)
+    leaf_upper = leaf_scores(upper, paths.leaf, n_names)
+    leaf_lower = leaf_scores(lower, paths.leaf, n_names)
+    if offsets is not None:
+        leaf_upper, leaf_lower = leaf_upper + offsets, leaf_lower + offsets
+    return leaf_lower, leaf_upper, leaf_upper[paths.leaf]
+
+
+def _is_settled(lower: Floats, upper: Floats, n_best: int) -> bool:
+    """Whether the first ``n_best`` are certain, in order, and their scores near enough."""
+    order = np.argsort(-lower, kind="stable")
+    best, rest = order[:n_best], order[n_best:]
+    if not np.all(upper[best] - lower[best] <= _TOLERANCE):
+        return False
+    beaten = upper[rest].max(initial=-np.inf)
+    ceilings = np.append(upper[best][1:], beaten)
+    return bool(np.all(lower[best] >= np.maximum.accumulate(ceilings[::-1])[::-1]))
+
+
+# --- what people call ----------------------------------------------------------------------------
+
+
+def rank(
+    llm: Llama,
+    prompt: Prompt,
+    choices: ChoicesLike | TokenTrie,
+    *,
+    normalize: str = "joint",
+    neutral: Prompt | Sequence[Prompt] | None = None,
+    top_k: int | None = None,
+    path: str | None = None,
+    none_choice: str | None = None,
+    max_nodes: int | None = None,
+    **spelling: Any,
+) -> list[Choice]:
+    """Every choice with the model's own probability, best first.
+
+    Args:
+        llm: a loaded ``Llama``; a second context on its weights is made once and kept.
+        prompt: text, token ids, or chat messages.
+        choices: list of strings, dict name -> text, ``Enum`` class, ``Literal`` or ``TokenTrie``.
+        normalize: ``"joint"``: the model's probability of the whole choice; ``"walk"``: that of the constrained
+            sampler; ``"token_length_normalized"``; ``"calibrated"``: joint against the choice's mean probability under
+            ``neutral`` prompts. See ``trie_sampler.scores`` for formulas.
+        neutral: for "calibrated": prompts without what is asked, one or a list. The real prompt with its content
+            replaced by "N/A", or some of the task's own prompts; a bare start of text is no neutral prompt.
+        top_k: only so many, by best-first search.
+        path: descriptor of a trie with several.
+        none_choice: one more choice, a text such as "none of these", whose value is ``None``.
+        max_nodes: of the search, at most; see ``stats["exact"]``.
+        spelling: of ``TokenTrie.from_choices``; ``tokenization="every"`` is not scored.
+
+    Returns:
+        One ``Choice`` each. ``logprob`` is the score in nats, renormalised over the choices where all were
+        evaluated, and then ``probability`` is its exponential and they sum to 1; of a search ``logprob`` is the score
+        as it is, and ``probability`` is ``None``. ``margin`` is nats to the next, ``valid_mass`` the model's
+        probability that its next token begins a choice at all. ``stats`` has what it cost.
+
+    Raises:
+        EmptyTrieError, VocabMismatchError, UnknownPathError, TypeError, ValueError: as ``choose``; ValueError also
+            for "calibrated" without ``neutral``.
+        EngineError: it does not fit, or a decode failed.
+
+    Cost: the prompt and one decode for all nodes with children; more where their logits exceed 64 MB or their
+        sequences 255. ``top_k`` evaluates a few nodes a decode until the order is certain.
+
+    Example:
+        >>> [best, *_] = rank(llm, "Similar to sky:", ["cloud", "skill"])      # doctest: +SKIP
+    """
+    check_choice("normalize", normalize, NORMALIZATIONS)
+    require_engine(llm)
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    scored = _Scored.of(llm, choices, path, none_choice, spelling, "rank")
+    trie, root, tokens = scored.behind(prompt)
+    offsets = scored.offsets(neutral, normalize)
+    found = search(llm, trie, root, tokens, normalize=normalize, offsets=offsets, n_best=top_k, max_nodes=max_nodes)
+    return scored.choices(trie, root, found, top_k)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Choices bound to a model, to be scored."""
+
+    llm: Llama
+    tokenizer: Tokenizer
+    binding: Binding
+    path: str | None
+
+    @classmethod
+    def of(
+        cls,
+        llm: Llama,
+        choices: ChoicesLike | TokenTrie,
+        path: str | None,
+        none_choice: str | None,
+        spelling: dict[str, Any],
+        function: str,
+    ) -> _Scored:
+        wanted = Spelling.take_from(spelling)
+        if spelling:
+            raise TypeError(f"{function}() got an unexpected keyword argument {next(iter(spelling))!r}")
+        if wanted.tokenization == "every":
+            raise ValueError(
+                'whole choices are scored by their canonical tokens; tokenization="every" has no list of paths'
+            )
+        if none_choice is not None:
+            if isinstance(choices, TokenTrie):
+                raise ValueError("a TokenTrie cannot have a none_choice added; put it among the choices")
+            choices = Choices.of(choices).plus(none_choice, None)
+        tokenizer = as_tokenizer(llm)
+        return cls(llm, tokenizer, Binding.of(tokenizer, choices, spelling=wanted), path)
+
+    def behind(self, prompt: Prompt) -> tuple[TokenTrie, int, list[int]]:
+        """The trie that follows a prompt, its root, and the prompt's ids."""
+        trie, tokens = self.binding.prepare(prompt_tokens(self.llm, prompt))
+        if self.path is None and len(trie.paths) > 1:
+            raise UnknownPathError(f"say which path to choose from: {list(trie.paths)}")
+        return trie, trie.root if self.path is None else trie.root_of(self.path), tokens
+
+    def offsets(self, neutral: Prompt | Sequence[Prompt] | None, normalize: str) -> Floats | None:
+        """[names] minus the log of each choice's mean probability under the neutral prompts; kept."""
+        if normalize != "calibrated":
+            if neutral is not None:
+                raise ValueError('neutral= is for normalize="calibrated"')
+            return None
+        if neutral is None:
+            raise ValueError(
+                "calibrated needs neutral=: the real prompt with its content replaced, by N/A for example, or some of "
+                "the task's own prompts"
+            )
+        shares = [self._neutral_shares(prompt) for prompt in _as_prompts(neutral)]
+        return -log_mean(np.stack(shares))
+
+    def _neutral_shares(self, prompt: Prompt) -> Floats:
+        """[names] log-probabilities under one neutral prompt."""
+        trie, root, tokens = self.behind(prompt)
+        kept: Recent[_Shares] = kept_for(self.tokenizer, "neutral shares", lambda _: Recent(4096))
+
+        def measure() -> _Shares:
+            found = search(self.llm, trie, root, tokens, normalize="joint")
+            shares = np.full(len(found.lower), -np.inf)
+            shares[found.order] = log_shares(found.lower[found.order])
+            return _Shares(shares, trie)
+
+        # The trie is kept in the entry, so that its id stays its own.
+        return kept.get((id(self.llm), id(trie), root, tuple(tokens)), measure).log_shares
+
+    def choices(self, trie: TokenTrie, root: int, found: Ranking, n_best: int | None) -> list[Choice]:
+        """The ranking as records."""
+        order = found.order if n_best is None else found.order[:n_best]
+        scores = found.lower
+        shares = log_shares(scores[found.order]) if n_best is None or found.is_exact else None
+        made = []
+        for place, leaf in enumerate(order.tolist()):
+            score = float(scores[leaf])
+            behind = found.upper[found.order[place + 1 :]].max(initial=-np.inf)
+            choice = self.binding.name_choice(trie, root, leaf)
+            logprob = score if shares is None else float(shares[place])
+            made.append(
+                Choice(
+                    **choice,
+                    complete=True,
+                    logprob=logprob,
+                    probability=None if shares is None else math.exp(logprob),
+                    margin=None if behind == -np.inf else float(score - behind),
+                    valid_mass=found.valid_mass,
+                    stats={**found.stats, "score": score},
+                )
+            )
+        return made
+
+
+@dataclass(frozen=True)
+class _Shares:
+    log_shares: Floats
+    trie: TokenTrie
+
+    @property
+    def nbytes(self) -> int:
+        return self.log_shares.nbytes
+
+
+def _as_prompts(neutral: Any) -> Iterable[Prompt]:
+    """One prompt or a list of them: a list of ids or of messages is one."""
+    if isinstance(neutral, str):
+        return [neutral]
+    parts = list(neutral)
+    if not parts:
+        raise ValueError("neutral= is an empty list")
+    is_one = not isinstance(parts[0], (str, list, tuple, np.ndarray))
+    return [parts] if is_one else parts
+
+
+def choose_best(
+    llm: Llama,
+    prompt: Prompt,
+    choices: ChoicesLike | TokenTrie,
+    *,
+    normalize: str = "joint",
+    neutral: Prompt | Sequence[Prompt] | None = None,
+    path: str | None = None,
+    none_choice: str | None = None,
+    max_nodes: int | None = None,
+    **spelling: Any,
+) -> Choice:
+    """The first of ``rank(top_k=1)``."""
+    return rank(
+        llm,
+        prompt,
+        choices,
+        normalize=normalize,
+        neutral=neutral,
+        top_k=1,
+        path=path,
+        none_choice=none_choice,
+        max_nodes=max_nodes,
+        **spelling,
+    )[0]
+
+
+def draw_joint(
+    llm: Llama, prompt: Prompt, choices: ChoicesLike | TokenTrie, *, seed: int | None = None, **settings: Any
+) -> Choice:
+    """One choice drawn by its whole probability."""
+    ranked = rank(llm, prompt, choices, normalize="joint", **settings)
+    shares = np.array([choice.probability for choice in ranked])
+    return ranked[int(np.random.default_rng(seed).choice(len(ranked), p=shares / shares.sum()))]
