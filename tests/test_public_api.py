@@ -20,7 +20,7 @@ from trie_sampler import errors
 
 def needs_llama(home: str) -> bool:
     """Homes that are made of llama_cpp; the core's tests run without it."""
-    return home.startswith("llama.") or home in {"choosing", "session", "skeleton"}
+    return home.startswith("llama.") or home in {"choosing", "ranking", "session", "skeleton"}
 
 
 def run_python(code: str, **environment: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trie_sampler.choice import Choice
-    from trie_sampler.choosing import check_prompt, choose, warm_up
+    from trie_sampler.choosing import check_prompt, choose, forget_model, warm_up
     from trie_sampler.cursor import Sampling, TrieCursor
     from trie_sampler.errors import (
         EmptyTrieError,
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from trie_sampler.llama.native import native_sampling
     from trie_sampler.llama.processor import TrieLogitsProcessor
     from trie_sampler.llama.sampler import llama_sampler_init_token_trie, token_trie_handle
-    from trie_sampler.llama.vocab import forget_model, model_id
+    from trie_sampler.llama.vocab import model_id
     from trie_sampler.payload import TokenSequence, TokenTreeDescriptor, TokenTreePayload
+    from trie_sampler.ranking import rank
     from trie_sampler.session import StreamSession
     from trie_sampler.skeleton import ResponseSkeleton
     from trie_sampler.trie import TokenTrie
@@ -59,10 +60,11 @@ _HOMES = {
     "build_sampler_chain": "llama.chain",
     "check_prompt": "choosing",
     "choose": "choosing",
-    "forget_model": "llama.vocab",
+    "forget_model": "choosing",
     "llama_sampler_init_token_trie": "llama.sampler",
     "model_id": "llama.vocab",
     "native_sampling": "llama.native",
+    "rank": "ranking",
     "token_trie_handle": "llama.sampler",
     "warm_up": "choosing",
 }
@@ -95,6 +97,7 @@ __all__ = [
     "llama_sampler_init_token_trie",
     "model_id",
     "native_sampling",
+    "rank",
     "token_trie_handle",
     "warm_up",
 ]

@@ -15,12 +15,15 @@ from trie_sampler.choices import Choices, ChoicesLike, take_spelling
 from trie_sampler.cursor import Sampling, Step, TrieCursor, check_choice
 from trie_sampler.errors import TrieSamplerError, UnknownPathError
 from trie_sampler.llama.decoder import Decoder
-from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_engine
+from trie_sampler.llama.forest import forget_forest
+from trie_sampler.llama.vocab import Prompt, as_tokenizer, forget_tokenizer, prompt_tokens, require_engine
+from trie_sampler.ranking import draw_joint, rank, with_none
+from trie_sampler.scores import NORMALIZATIONS
 from trie_sampler.span import walk_span
 from trie_sampler.tokens import Tokenizer, edge_of, find_merges
 from trie_sampler.trie import TokenTrie
 
-_METHODS = ("greedy", "sample")
+_METHODS = ("greedy", "sample", "best")
 
 
 def choose(
@@ -38,6 +41,10 @@ def choose(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int | None = None,
+    normalize: str | None = None,
+    neutral: Any = None,
+    none_choice: str | None = None,
+    max_nodes: int | None = None,
     **spelling: Any,
 ) -> Choice:
     """Let a model answer a prompt with exactly one of the choices.
@@ -47,7 +54,8 @@ def choose(
             that begins as the one before is not evaluated again.
         prompt: text, token ids, or chat messages.
         choices: list of strings, dict name -> text, ``Enum`` class, ``Literal`` or ``TokenTrie``.
-        method: ``"greedy"`` takes the likeliest token at each step; ``"sample"`` draws.
+        method: ``"greedy"`` takes the likeliest token at each step; ``"sample"`` draws; ``"best"`` finds the
+            choice that is likeliest as a whole, see ``rank``.
         path: descriptor of a trie with several.
         on_end: "mass" or "eog", see ``TrieCursor``.
         on_fault: "warn" or "raise", see ``TrieCursor``.
@@ -57,6 +65,12 @@ def choose(
         top_p: keep the fewest whose mass reaches it.
         min_p: drop options below this share of the likeliest.
         seed: of the draws.
+        normalize: of ``"best"``, see ``rank`` (default "joint"); of ``"sample"``: "walk" (default) draws token by
+            token, "joint" a whole choice by the model's probability of it, and ignores the five settings above but
+            ``seed``.
+        neutral: of ``normalize="calibrated"``, see ``rank``.
+        none_choice: one more choice, a text such as "none of these", whose value is ``None``.
+        max_nodes: of ``"best"``, see ``rank``.
         spelling: ``lead``, ``tokenization``, ``heal``, ``json_value``, ``case_fold`` and ``special`` of
             ``TokenTrie.from_choices``.
 
@@ -71,8 +85,8 @@ def choose(
             ``on_fault="raise"``, logits that say nothing.
         TypeError, ValueError: arguments of another kind; unknown settings.
 
-    Cost: the prompt, and one decode for each further decision: a node with several children, or a
-    choice that another begins with. Tokens without alternative ride along. With a single choice the
+    Cost: the prompt and, but for "best" (see ``rank``), one decode for each further decision: a node with
+    several children, or a choice that another begins with. Tokens without alternative ride along. With a single choice the
     model is not asked at all.
 
     Example:
@@ -82,8 +96,28 @@ def choose(
     start = time.perf_counter()
     check_choice("method", method, _METHODS)
     check_choice("on_end", on_end, ("mass", "eog"))
+    if normalize is not None:
+        check_choice(f"normalize with method={method!r}", normalize, _NORMALIZATIONS[method])
+    if neutral is not None and normalize != "calibrated":
+        raise ValueError('neutral= is for method="best", normalize="calibrated"')
     require_engine(llm)
+    if method == "best" or normalize == "joint":
+        scoring: dict[str, Any] = {"path": path, "none_choice": none_choice, **spelling}
+        if method == "sample":
+            return draw_joint(llm, prompt, choices, seed=seed, **scoring)
+        return rank(
+            llm,
+            prompt,
+            choices,
+            normalize=normalize or "joint",
+            neutral=neutral,
+            top_k=1,
+            max_nodes=max_nodes,
+            **scoring,
+        )[0]
     wanted = take_spelling(spelling, "choose")
+    if none_choice is not None:
+        choices = with_none(choices, none_choice)
     binding = Binding.of(as_tokenizer(llm), choices, spelling=wanted)
     trie, tokens = binding.prepare(prompt_tokens(llm, prompt))
     eog_ids = as_tokenizer(llm).eog_ids
@@ -112,6 +146,9 @@ def choose(
         "seconds": time.perf_counter() - start,
     }
     return replace(choice, stats={**choice.stats, **door})
+
+
+_NORMALIZATIONS: dict[str, tuple[str, ...]] = {"greedy": (), "sample": ("walk", "joint"), "best": NORMALIZATIONS}
 
 
 @dataclass(frozen=True)
@@ -183,6 +220,20 @@ def check_prompt(llm: Llama | Tokenizer, prompt: Prompt, choices: ChoicesLike, *
         n_healed=n_healed,
         can_heal=merges.can_heal,
     )
+
+
+def forget_model(llm: Llama | Tokenizer) -> None:
+    """Drop what is kept for a model: its vocabulary's index, tries behind its prompts' endings, its second context.
+
+    Without it they go with the model itself. Constraints at hand keep working.
+
+    Raises:
+        TypeError: not a model.
+        TrieSamplerError: the model is closed, and all is gone already.
+    """
+    forget_tokenizer(llm)
+    if isinstance(llm, Llama):
+        forget_forest(llm)
 
 
 def warm_up() -> None:

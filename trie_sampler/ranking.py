@@ -356,6 +356,13 @@ def rank(
     return scored.choices(trie, root, found, top_k)
 
 
+def with_none(choices: ChoicesLike | TokenTrie, text: str) -> Choices:
+    """Choices and one more that means none of them."""
+    if isinstance(choices, TokenTrie):
+        raise TypeError("a TokenTrie cannot have a none_choice added; put it among the choices")
+    return Choices.of(choices).plus(text, None)
+
+
 @dataclass(frozen=True)
 class _Scored:
     """Choices bound to a model, to be scored."""
@@ -383,9 +390,7 @@ class _Scored:
                 'whole choices are scored by their canonical tokens; tokenization="every" has no list of paths'
             )
         if none_choice is not None:
-            if isinstance(choices, TokenTrie):
-                raise ValueError("a TokenTrie cannot have a none_choice added; put it among the choices")
-            choices = Choices.of(choices).plus(none_choice, None)
+            choices = with_none(choices, none_choice)
         tokenizer = as_tokenizer(llm)
         return cls(llm, tokenizer, Binding.of(tokenizer, choices, spelling=wanted), path)
 
@@ -468,33 +473,6 @@ def _as_prompts(neutral: Any) -> Iterable[Prompt]:
         raise ValueError("neutral= is an empty list")
     is_one = not isinstance(parts[0], (str, list, tuple, np.ndarray))
     return [parts] if is_one else parts
-
-
-def choose_best(
-    llm: Llama,
-    prompt: Prompt,
-    choices: ChoicesLike | TokenTrie,
-    *,
-    normalize: str = "joint",
-    neutral: Prompt | Sequence[Prompt] | None = None,
-    path: str | None = None,
-    none_choice: str | None = None,
-    max_nodes: int | None = None,
-    **spelling: Any,
-) -> Choice:
-    """The first of ``rank(top_k=1)``."""
-    return rank(
-        llm,
-        prompt,
-        choices,
-        normalize=normalize,
-        neutral=neutral,
-        top_k=1,
-        path=path,
-        none_choice=none_choice,
-        max_nodes=max_nodes,
-        **spelling,
-    )[0]
 
 
 def draw_joint(

@@ -27,7 +27,7 @@ _GRAIN = 512
 _MAX_EXTRA = 16_384
 """Tokens of trees that a context has room for beside a prompt as long as the model's own context."""
 
-_MAX_ROWS_BYTES = 2**26
+_MAX_ROWS_BYTES = 2**28
 """Logits computed at once: V float32 for each row asked for."""
 
 Row = npt.NDArray[np.float32]

@@ -168,10 +168,8 @@ def model_id(llm: Llama | Tokenizer) -> str:
     return fingerprint
 
 
-def forget_model(llm: Llama | Tokenizer) -> None:
-    """Drop what is kept for a model: its vocabulary's index and the tries of its prompts' endings.
-
-    Without it they go with the model itself. Constraints at hand keep working.
+def forget_tokenizer(llm: Llama | Tokenizer) -> None:
+    """Drop what is kept for a vocabulary.
 
     Raises:
         TypeError: not a model.
