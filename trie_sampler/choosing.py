@@ -86,8 +86,8 @@ def choose(
         TypeError, ValueError: arguments of another kind; unknown settings.
 
     Cost: the prompt and, but for "best" (see ``rank``), one decode for each further decision: a node with
-    several children, or a choice that another begins with. Tokens without alternative ride along. With a single choice the
-    model is not asked at all.
+    several children, or a choice that another begins with. Tokens without alternative ride along. With a
+    single choice the model is not asked at all.
 
     Example:
         >>> choose(llm, "Is fire hot? Answer:", ["yes", "no"]).name            # doctest: +SKIP

@@ -26,12 +26,28 @@ from trie_sampler.errors import EngineError, UnknownPathError
 from trie_sampler.llama.decoder import Decoder
 from trie_sampler.llama.forest import N_SEQUENCES, Forest, Twig
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_engine
-from trie_sampler.scores import NORMALIZATIONS, Floats, Paths, PathScores, leaf_scores, log_mean, log_shares
+from trie_sampler.scores import (
+    NORMALIZATIONS,
+    Floats,
+    GraphScores,
+    Paths,
+    PathScores,
+    Way,
+    leaf_scores,
+    log_mean,
+    log_shares,
+)
 from trie_sampler.tokens import Tokenizer
 from trie_sampler.trie import TokenTrie
 
 _NODES_A_ROUND = 8
 """Nodes evaluated at once by the search: more are wasted where the first decide, fewer make more decodes."""
+
+_TAIL = 1e-3
+"""Share of all that choices weigh which ways to write them may have that were not evaluated."""
+
+_MAX_WAYS = 4096
+"""Ways to write choices that are evaluated at most, unless ``max_nodes`` says otherwise."""
 
 _TOLERANCE = 1e-3
 """Nats that a leaf's reported score may still gain from paths that were not evaluated."""
@@ -52,16 +68,16 @@ class Growth:
         n_decodes: after the prompt.
     """
 
-    def __init__(self, llm: Llama, trie: TokenTrie, root: int, prompt: Sequence[int], paths: Paths) -> None:
+    def __init__(self, llm: Llama, trie: TokenTrie, root: int, prompt: Sequence[int], paths: Paths | None) -> None:
         self._llm = llm
         self._trie = trie
-        self._root = root
+        self._root: Any = root
         self._prompt = list(prompt)
-        self._paths = paths
+        self._paths: Any = paths
         self.method = "tree" if _shares_prompts(llm) else "leaf by leaf"
         self._forest = Forest.of(llm)
         self._decoder: Decoder | None = None
-        self._sequence_of: dict[int, int] = {root: 0}
+        self._sequence_of: dict[Any, int] = {root: 0}
         self._free = list(range(N_SEQUENCES - 1, 0, -1))
         self._n_before = 0
 
@@ -83,7 +99,7 @@ class Growth:
         self._n_before = self._decoder.n_decodes
         return row
 
-    def path_to(self, node: int) -> list[int]:
+    def path_to(self, node: Any) -> list[Any]:
         """Nodes from below the root to ``node``."""
         path = []
         while node != self._root:
@@ -124,13 +140,18 @@ class Growth:
         first = self._trie.first_child
         return bool(np.any(np.diff(first[first[node] : first[node + 1] + 1]) > 0))
 
-    def _twig(self, node: int, sequences: Sequence[int]) -> Twig:
-        position = len(self._prompt) + int(self._paths.depth[node]) - 1
-        return Twig(int(self._trie.token[node]), position, sequences)
+    def _twig(self, node: Any, sequences: Sequence[int]) -> Twig:
+        return Twig(self._token_of(node), len(self._prompt) + self._depth_of(node) - 1, sequences)
+
+    def _token_of(self, node: Any) -> int:
+        return int(self._trie.token[node])
+
+    def _depth_of(self, node: Any) -> int:
+        return int(self._paths.depth[node])
 
     # --- a few at a time -----------------------------------------------------------------------
 
-    def evaluate_some(self, nodes: Sequence[int], scores: PathScores) -> None:
+    def evaluate_some(self, nodes: Sequence[Any], scores: PathScores | GraphScores) -> None:
         """Evaluate open nodes in one batch, each in a sequence that goes on from its parent's."""
         if self._decoder is not None:
             self._one_by_one(nodes, scores)
@@ -151,7 +172,7 @@ class Growth:
             if not scores.evaluate(node, row):
                 self._give_back(node)
 
-    def _take_sequence(self, keep: set[int], besides: Sequence[int]) -> int:
+    def _take_sequence(self, keep: set[int], besides: Sequence[Any]) -> int:
         """A free sequence; where there is none, the oldest node's, whose children are reached anew if need be."""
         if not self._free:
             for node, sequence in self._sequence_of.items():
@@ -160,19 +181,43 @@ class Growth:
                     break
         return self._free.pop()
 
-    def _give_back(self, node: int) -> None:
+    def _give_back(self, node: Any) -> None:
         sequence = self._sequence_of.pop(node)
         self._forest.drop([sequence])
         self._free.append(sequence)
 
-    def _one_by_one(self, nodes: Sequence[int], scores: PathScores) -> None:
+    def _one_by_one(self, nodes: Sequence[Any], scores: PathScores | GraphScores) -> None:
         decoder = self._decoder
         if decoder is None:
             raise EngineError("the prompt is not evaluated")
         for node in nodes:
-            decoder.tokens = [*self._prompt, *(int(self._trie.token[step]) for step in self.path_to(node))]
+            decoder.tokens = [*self._prompt, *map(self._token_of, self.path_to(node))]
             decoder.doubt()
             scores.evaluate(node, decoder.row())
+
+
+class GraphGrowth(Growth):
+    """``Growth`` over the ways to write choices: its nodes are ``Way``, and no two share one."""
+
+    def __init__(self, llm: Llama, trie: TokenTrie, root: Way, prompt: Sequence[int]) -> None:
+        super().__init__(llm, trie, 0, prompt, None)
+        self._root = root
+        self._sequence_of = {root: 0}
+
+    def path_to(self, node: Way) -> list[Way]:
+        """Ways from below the root to this one."""
+        path = []
+        step: Way = node
+        while step.parent is not None:
+            path.append(step)
+            step = step.parent
+        return path[::-1]
+
+    def _token_of(self, node: Way) -> int:
+        return node.token
+
+    def _depth_of(self, node: Way) -> int:
+        return node.depth
 
 
 def _shares_prompts(llm: Llama) -> bool:
@@ -226,6 +271,10 @@ def search(
         n_best: stop when the order of so many is certain; ``None`` evaluates everything.
         max_nodes: evaluate no more; then the order may be uncertain, and ``stats["exact"]`` is False.
     """
+    if trie.target is not None:
+        return _search_graph(
+            llm, trie, root, prompt, normalize=normalize, offsets=offsets, n_best=n_best, limit=max_nodes
+        )
     start = time.perf_counter()
     paths = Paths(trie, root)
     scores = PathScores(trie, paths, root, walks=normalize == "walk")
@@ -264,6 +313,55 @@ def search(
         "seconds": time.perf_counter() - start,
     }
     return Ranking(lower, upper, order, scores.valid_mass, stats)
+
+
+def _search_graph(
+    llm: Llama,
+    trie: TokenTrie,
+    root: int,
+    prompt: Sequence[int],
+    normalize: str,
+    offsets: Floats | None,
+    n_best: int | None,
+    limit: int | None,
+) -> Ranking:
+    """``search`` over every way to write each choice, until those left weigh next to nothing."""
+    if normalize == "token_length_normalized":
+        raise ValueError("a choice that is written in every way has no length; use another normalize")
+    start = time.perf_counter()
+    limit = _MAX_WAYS if limit is None else limit
+    scores = GraphScores(trie, root, walks=normalize == "walk")
+    growth = GraphGrowth(llm, trie, scores.root, prompt)
+    opened = set(scores.evaluate(scores.root, growth.begin(N_SEQUENCES * trie.depth)))
+    is_certain = True
+    while opened:
+        lower, upper = scores.bounds(opened)
+        if offsets is not None:
+            lower, upper = lower + offsets, upper + offsets
+        if scores.tail(opened) <= _TAIL or (n_best is not None and _is_settled(lower, upper, n_best)):
+            break
+        if scores.n_evaluated >= limit:
+            is_certain = False
+            break
+        chosen = sorted(opened, key=lambda way: -way.logprob)[: min(2 * _NODES_A_ROUND, limit - scores.n_evaluated)]
+        growth.evaluate_some(chosen, scores)
+        opened.difference_update(chosen)
+        for way in chosen:
+            opened.update(scores.opened_by(way))
+    lower, upper = scores.bounds(opened)
+    if offsets is not None:
+        lower, upper = lower + offsets, upper + offsets
+    leaves = np.unique(trie.leaf[trie.leaf >= 0]).astype(np.int64)
+    stats = {
+        "prompt_tokens": len(prompt),
+        "forward_passes": growth.n_decodes,
+        "nodes_evaluated": scores.n_evaluated,
+        "tail": scores.tail(opened),
+        "method": growth.method,
+        "exact": is_certain,
+        "seconds": time.perf_counter() - start,
+    }
+    return Ranking(lower, upper, leaves[np.argsort(-lower[leaves], kind="stable")], scores.valid_mass, stats)
 
 
 def _inner_nodes(trie: TokenTrie, paths: Paths) -> list[int]:
@@ -326,7 +424,9 @@ def rank(
         path: descriptor of a trie with several.
         none_choice: one more choice, a text such as "none of these", whose value is ``None``.
         max_nodes: of the search, at most; see ``stats["exact"]``.
-        spelling: of ``TokenTrie.from_choices``; ``tokenization="every"`` is not scored.
+        spelling: of ``TokenTrie.from_choices``. With ``tokenization="every"`` a choice's probability is the sum
+            over the ways to write it, until those left have 0.1 % of the whole (``stats["tail"]``), in rounds of a few
+            nodes.
 
     Returns:
         One ``Choice`` each. ``logprob`` is the score in nats, renormalised over the choices where all were
@@ -385,10 +485,6 @@ class _Scored:
         wanted = Spelling.take_from(spelling)
         if spelling:
             raise TypeError(f"{function}() got an unexpected keyword argument {next(iter(spelling))!r}")
-        if wanted.tokenization == "every":
-            raise ValueError(
-                'whole choices are scored by their canonical tokens; tokenization="every" has no list of paths'
-            )
         if none_choice is not None:
             choices = with_none(choices, none_choice)
         tokenizer = as_tokenizer(llm)

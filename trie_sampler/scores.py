@@ -19,6 +19,9 @@ closer to 0, so dividing the known part by the path's own length is a bound as w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -155,6 +158,109 @@ class PathScores:
                 self.prefix[child] = value
                 opened.append(child)
         return opened
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to write the beginning of a choice: a path of a graph.
+
+    Attributes:
+        node: where it is.
+        parent: without the last token; ``None`` at the root.
+        token: the last token, -1 at the root.
+        depth: tokens.
+        logprob: of all its tokens.
+    """
+
+    node: int
+    parent: Way | None
+    token: int
+    depth: int
+    logprob: float
+
+
+class GraphScores:
+    """Log-probabilities of the leaves of a graph: sums over the ways to write them, as far as those are evaluated.
+
+    Args:
+        trie: the graph.
+        root: node.
+        walks: renormalise at each node.
+
+    Attributes:
+        root: where every way begins.
+        n_evaluated: ways.
+        valid_mass: see ``PathScores``.
+    """
+
+    def __init__(self, trie: TokenTrie, root: int, *, walks: bool) -> None:
+        if trie.target is None or trie.sole_leaf is None:
+            raise TrieSamplerError("a tree has one way to write each path")
+        self._trie = trie
+        self._target = trie.target
+        self._sole_leaf = trie.sole_leaf
+        self._walks = walks
+        self._known = np.full(trie._n_names, -np.inf)
+        self._below: dict[int, Ints] = {}
+        # Edges lead to larger numbers, so what is below is known before it is asked for.
+        for node in np.flatnonzero(trie.sole_leaf < 0)[::-1].tolist():
+            ends = np.unique(trie.target[trie.first_child[node] : trie.first_child[node + 1]])
+            own = trie.leaf[node : node + 1]
+            below = [self._reachable(end) for end in ends.tolist()] + [own[own != NO_LEAF].astype(np.int64)]
+            self._below[node] = np.unique(np.concatenate(below))
+        self._opened: dict[Way, list[Way]] = {}
+        self.root = Way(root, None, -1, 0, 0.0)
+        self.n_evaluated = 0
+        self.valid_mass = 0.0
+
+    def opened_by(self, way: Way) -> list[Way]:
+        """What evaluating a way opened."""
+        return self._opened[way]
+
+    def evaluate(self, way: Way, row: npt.NDArray[np.floating]) -> list[Way]:
+        """Take in the logits after a way; returns the longer ones that are open now."""
+        trie, node = self._trie, way.node
+        start, stop = int(trie.first_child[node]), int(trie.first_child[node + 1])
+        scores = np.empty(stop - start)
+        end_score = float(score_children(row, trie.token, start, stop, scores))
+        ends_leaf = trie.leaf[node] != NO_LEAF
+        if way is self.root:
+            self.valid_mass = float(np.exp(np.logaddexp.reduce(scores)))
+        if self._walks:
+            total = float(np.logaddexp.reduce(np.append(scores, end_score) if ends_leaf else scores))
+            if np.isfinite(total):
+                scores, end_score = scores - total, end_score - total
+        if ends_leaf:
+            self._add(int(trie.leaf[node]), way.logprob + end_score)
+        self.n_evaluated += 1
+        opened = self._opened[way] = []
+        for edge in range(start, stop):
+            end, value = int(self._target[edge]), way.logprob + float(scores[edge - start])
+            if trie.first_child[end] == trie.first_child[end + 1]:
+                self._add(int(trie.leaf[end]), value)
+            elif value > -np.inf:
+                opened.append(Way(end, way, int(trie.token[edge]), way.depth + 1, value))
+        return opened
+
+    def _add(self, leaf: int, value: float) -> None:
+        self._known[leaf] = np.logaddexp(self._known[leaf], value)
+
+    def bounds(self, opened: Iterable[Way]) -> tuple[Floats, Floats]:
+        """([N] certain, [N] possible): what is open may go to any leaf that it can reach."""
+        possible = np.zeros(len(self._known))
+        for way in opened:
+            possible[self._reachable(way.node)] += np.exp(way.logprob)
+        with np.errstate(divide="ignore"):
+            return self._known.copy(), np.logaddexp(self._known, np.log(possible))
+
+    def tail(self, opened: Iterable[Way]) -> float:
+        """The share of what is open in all that is known or open; 0 where nothing is."""
+        rest = float(np.exp(np.logaddexp.reduce([way.logprob for way in opened] or [-np.inf])))
+        known = float(np.exp(np.logaddexp.reduce(self._known)))
+        return rest / (rest + known) if rest > 0 else 0.0
+
+    def _reachable(self, node: int) -> Ints:
+        return self._below[node] if self._sole_leaf[node] < 0 else self._sole_leaf[node : node + 1].astype(np.int64)
 
 
 def leaf_scores(path_scores: Floats, leaf: Ints, n_leaves: int) -> Floats:
