@@ -37,10 +37,13 @@ CORE_FILES = {
     "test_automaton",
     "test_build",
     "test_cursor",
+    "test_graph_scores",
     "test_jit",
     "test_kernels",
     "test_native_kernels",
     "test_payload",
+    "test_scores",
+    "test_span",
     "test_tokens",
     "test_trie",
 }
