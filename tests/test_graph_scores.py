@@ -48,8 +48,9 @@ def all_ways(trie: TokenTrie, width: int, *, walks: bool) -> Iterator[tuple[str,
             logs, stop = logs - np.logaddexp.reduce(options), stop - np.logaddexp.reduce(options)
         if name is not None:
             yield name, logprob + stop
-        for token in children.tolist():
-            waiting.append((trie.step(node, token), (*tokens, token), logprob + float(logs[token])))
+        waiting += [
+            (trie.step(node, token), (*tokens, token), logprob + float(logs[token])) for token in children.tolist()
+        ]
 
 
 def tokens_of(way: Way) -> tuple[int, ...]:

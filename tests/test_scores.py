@@ -296,7 +296,7 @@ def test_prefix_is_the_log_probability_so_far() -> None:
 def test_impossible_tokens(walks: bool) -> None:
     """A choice that the model cannot write has score -inf, and the others keep theirs."""
     leaves = [("a", [1, 2]), ("b", [3]), ("ab", [1, 2, 5])]
-    rows = {
+    rows: dict[oracle.Prefix, np.ndarray] = {
         (): np.array([0, -INF, 0, 1, 0, 0], np.float32),
         (1,): np.zeros(6, np.float32),
         (1, 2): np.array([0, 0, 0, 0, 0, NAN], np.float32),
@@ -304,12 +304,11 @@ def test_impossible_tokens(walks: bool) -> None:
     trie = TokenTrie.from_sequences(leaves)
     paths = Paths(trie, trie.root)
     scores = PathScores(trie, paths, trie.root, walks=walks)
-    node = trie.root
-    for prefix in rows:
+    for prefix, row in rows.items():
         node = trie.root
         for token in prefix:
             node = trie.step(node, token)
-        scores.evaluate(node, rows[prefix])
+        scores.evaluate(node, row)
     assert scores.known.all()
     p = oracle.softmax(rows[()])[3]
     assert dict(zip(map(trie.name_of, paths.leaf.tolist()), scores.bound.tolist(), strict=True)) == {
