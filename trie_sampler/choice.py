@@ -47,7 +47,7 @@ class Choice:
     stats: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for ``json.dumps``; an ``Enum`` member as its value."""
+        """Plain values for ``json.dumps``: an ``Enum`` member as its value, numbers that are not finite as None."""
         value = self.value.value if isinstance(self.value, enum.Enum) else self.value
         return {
             "name": self.name,
@@ -56,12 +56,17 @@ class Choice:
             "text": self.text,
             "tokens": list(self.tokens),
             "complete": self.complete,
-            "logprob": self.logprob,
+            "logprob": _finite(self.logprob),
             "probability": self.probability,
-            "margin": self.margin,
+            "margin": _finite(self.margin),
             "valid_mass": self.valid_mass,
-            "stats": dict(self.stats),
+            "stats": {name: _finite(value) for name, value in self.stats.items()},
         }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def walk_numbers(steps: Sequence[Step]) -> dict[str, Any]:

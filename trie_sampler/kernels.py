@@ -764,6 +764,22 @@ def _logsumexp_children(row, token, start, stop):
 
 
 @jit
+def _share_infinite(row, token, start, stop, out):
+    """``score_children`` in the limit: infinite logits share everything equally."""
+    n_infinite = 0
+    for i in range(row.shape[0]):
+        if row[i] == np.inf:
+            n_infinite += 1
+    n_foreign = n_infinite
+    for edge in range(start, stop):
+        out[edge - start] = -np.inf
+        if row[token[edge]] == np.inf:
+            out[edge - start] = -math.log(n_infinite)
+            n_foreign -= 1
+    return math.log(n_foreign / n_infinite) if n_foreign > 0 else -np.inf
+
+
+@jit
 def score_children(row, token, start, stop, out):
     """Write the children's log-probabilities in the softmax over the whole row; returns that of all others.
 
@@ -774,10 +790,11 @@ def score_children(row, token, start, stop, out):
     foreign = foreign_logsumexp(row, token, start, stop)
     children = _logsumexp_children(row, token, start, stop)
     largest = max(foreign, children)
-    if largest == -np.inf or largest == np.inf:
-        for edge in range(start, stop):
-            out[edge - start] = 0.0 if row[token[edge]] == np.inf else -np.inf
-        return 0.0 if foreign == np.inf else -np.inf
+    if largest == np.inf:
+        return _share_infinite(row, token, start, stop, out)
+    if largest == -np.inf:
+        out[:] = -np.inf
+        return -np.inf
     total = largest + math.log(math.exp(foreign - largest) + math.exp(children - largest))
     for edge in range(start, stop):
         logit = np.float64(row[token[edge]])

@@ -8,6 +8,7 @@ only the best are wanted, as many as it takes until no bound beats them.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import check_choice
 from trie_sampler.errors import EngineError, UnknownPathError
 from trie_sampler.llama.decoder import Decoder
-from trie_sampler.llama.forest import N_SEQUENCES, Forest, Twig
+from trie_sampler.llama.forest import MAX_EXTRA, N_SEQUENCES, Forest, Twig
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_engine
 from trie_sampler.scores import (
     NORMALIZATIONS,
@@ -78,7 +79,9 @@ class Growth:
         self._forest = Forest.of(llm)
         self._decoder: Decoder | None = None
         self._sequence_of: dict[Any, int] = {root: 0}
-        self._free = list(range(N_SEQUENCES - 1, 0, -1))
+        # All that is alive at once has to fit the context.
+        self._n_sequences = min(N_SEQUENCES - 1, max(2 * _NODES_A_ROUND + 2, MAX_EXTRA // trie.depth))
+        self._free = list(range(self._n_sequences, 0, -1))
         self._n_before = 0
 
     @property
@@ -90,7 +93,7 @@ class Growth:
     def begin(self, n_nodes: int) -> npt.NDArray[np.float32]:
         """The logits at the root; ``n_nodes`` will be evaluated at most."""
         if self.method == "tree":
-            row = self._forest.begin(self._prompt, n_nodes)
+            row = self._forest.begin(self._prompt, min(n_nodes, self._n_sequences * self._trie.depth))
             self._n_before = self._forest.n_decodes
             return row
         self._decoder = Decoder(self._llm, self._prompt)
@@ -115,8 +118,8 @@ class Growth:
             self._one_by_one(nodes, scores)
             return
         ends = [node for node in nodes if not self._has_inner_child(node)]
-        for start in range(0, len(ends), N_SEQUENCES - 1):
-            self._evaluate_branches(ends[start : start + N_SEQUENCES - 1], scores)
+        for start in range(0, len(ends), self._n_sequences):
+            self._evaluate_branches(ends[start : start + self._n_sequences], scores)
 
     def _evaluate_branches(self, ends: Sequence[int], scores: PathScores) -> None:
         """Evaluate all nodes above and at ``ends``, each end with a sequence of its own."""
@@ -245,7 +248,7 @@ class Ranking:
     @property
     def is_exact(self) -> bool:
         """Whether every leaf's score is known."""
-        return bool(np.all(self.upper[self.order] - self.lower[self.order] <= _TOLERANCE))
+        return bool(np.all(_gaps(self.lower[self.order], self.upper[self.order]) <= _TOLERANCE))
 
 
 def search(
@@ -280,7 +283,7 @@ def search(
     scores = PathScores(trie, paths, root, walks=normalize == "walk")
     inner = [node for node in _inner_nodes(trie, paths) if node != root]
     growth = Growth(llm, trie, root, prompt, paths)
-    first_row = growth.begin(len(inner) if n_best is None else min(len(inner), 4096) + trie.depth * _NODES_A_ROUND)
+    first_row = growth.begin(len(inner))
     opened = set(scores.evaluate(root, first_row))
     is_certain = True
     if n_best is None:
@@ -382,11 +385,16 @@ def _bounds(
     return leaf_lower, leaf_upper, leaf_upper[paths.leaf]
 
 
+def _gaps(lower: Floats, upper: Floats) -> Floats:
+    """What scores may still gain; nothing where both are -inf."""
+    return np.subtract(upper, lower, out=np.zeros(len(lower)), where=upper > lower)
+
+
 def _is_settled(lower: Floats, upper: Floats, n_best: int) -> bool:
     """Whether the first ``n_best`` are certain, in order, and their scores near enough."""
     order = np.argsort(-lower, kind="stable")
     best, rest = order[:n_best], order[n_best:]
-    if not np.all(upper[best] - lower[best] <= _TOLERANCE):
+    if not np.all(_gaps(lower[best], upper[best]) <= _TOLERANCE):
         return False
     beaten = upper[rest].max(initial=-np.inf)
     ceilings = np.append(upper[best][1:], beaten)
@@ -423,7 +431,7 @@ def rank(
         top_k: only so many, by best-first search.
         path: descriptor of a trie with several.
         none_choice: one more choice, a text such as "none of these", whose value is ``None``.
-        max_nodes: of the search, at most; see ``stats["exact"]``.
+        max_nodes: of the search of ``top_k`` or of ``tokenization="every"``, at most; see ``stats["exact"]``.
         spelling: of ``TokenTrie.from_choices``. With ``tokenization="every"`` a choice's probability is the sum
             over the ways to write it, until those left have 0.1 % of the whole (``stats["tail"]``), in rounds of a few
             nodes.
@@ -439,7 +447,7 @@ def rank(
             for "calibrated" without ``neutral``.
         EngineError: it does not fit, or a decode failed.
 
-    Cost: the prompt and one decode for all nodes with children; more where their logits exceed 64 MB or their
+    Cost: the prompt and one decode for all nodes with children; more where their logits exceed 256 MB or their
         sequences 255. ``top_k`` evaluates a few nodes a decode until the order is certain.
 
     Example:
@@ -447,10 +455,12 @@ def rank(
     """
     check_choice("normalize", normalize, NORMALIZATIONS)
     require_engine(llm)
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    for name, value in {"top_k": top_k, "max_nodes": max_nodes}.items():
+        if value is not None and operator.index(value) < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     scored = _Scored.of(llm, choices, path, none_choice, spelling, "rank")
     trie, root, tokens = scored.behind(prompt)
+    Decoder(llm, tokens).require_room(trie.depth, "a choice")
     offsets = scored.offsets(neutral, normalize)
     found = search(llm, trie, root, tokens, normalize=normalize, offsets=offsets, n_best=top_k, max_nodes=max_nodes)
     return scored.choices(trie, root, found, top_k)
@@ -509,7 +519,9 @@ class _Scored:
                 "the task's own prompts"
             )
         shares = [self._neutral_shares(prompt) for prompt in _as_prompts(neutral)]
-        return -log_mean(np.stack(shares))
+        means = log_mean(np.stack(shares))
+        # Leaves of other descriptors have no share, and no score either.
+        return np.where(np.isfinite(means), -means, 0.0)
 
     def _neutral_shares(self, prompt: Prompt) -> Floats:
         """[names] log-probabilities under one neutral prompt."""

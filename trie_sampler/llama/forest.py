@@ -6,9 +6,10 @@ attention sees its own ancestors and no one else's (tree attention): one batch e
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import llama_cpp
@@ -24,7 +25,7 @@ N_SEQUENCES = 256
 
 _N_BATCH = 2048
 _GRAIN = 512
-_MAX_EXTRA = 16_384
+MAX_EXTRA = 16_384
 """Tokens of trees that a context has room for beside a prompt as long as the model's own context."""
 
 _MAX_ROWS_BYTES = 2**28
@@ -168,7 +169,7 @@ class Forest:
         llm = self._llm()
         if llm is None:
             raise EngineError("the Llama is gone")
-        limit = llm.n_ctx() + _MAX_EXTRA
+        limit = llm.n_ctx() + MAX_EXTRA
         if n_tokens > limit:
             raise EngineError(f"a prompt and trees of {n_tokens} tokens do not fit the limit of {limit}")
         self.close()
@@ -180,7 +181,8 @@ class Forest:
         # A window that only keeps what attention reaches could not be rewound or shared.
         params.swa_full = True
         params.embeddings = False
-        context = llama_cpp.llama_init_from_model(self._model.model, params)
+        with _quiet():
+            context = llama_cpp.llama_init_from_model(self._model.model, params)
         if not context:
             raise EngineError(f"llama.cpp made no second context of {params.n_ctx} tokens")
         batch = llama_cpp.llama_batch_init(_N_BATCH, 0, N_SEQUENCES)
@@ -196,6 +198,25 @@ class Forest:
             self._finalizer()
             self._finalizer = None
         self._prompt, self._n_ctx = [], 0
+
+
+_no_log = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep llama.cpp's log about a second context off the terminal; versions that cannot say who listens talk."""
+    get = getattr(llama_cpp, "llama_log_get", None)
+    if get is None:
+        yield
+        return
+    callback, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    get(ctypes.byref(callback), ctypes.byref(data))
+    llama_cpp.llama_log_set(_no_log, None)
+    try:
+        yield
+    finally:
+        llama_cpp.llama_log_set(callback, data)
 
 
 _forests: weakref.WeakKeyDictionary[Llama, Forest] = weakref.WeakKeyDictionary()
