@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import gc
 import json
 import os
 import re
@@ -1528,3 +1529,19 @@ def test_nothing_is_printed(tiny: Llama, capfd: pytest.CaptureFixture[str], capl
     run(tiny, CHOICES, stop_at_span_end=False, max_tokens=8, grammar="root ::= [^0-9]+", **GREEDY)
     assert capfd.readouterr() == ("", "")
     assert caplog.records == []
+
+
+def test_llama_closed_under_a_session(tiny_model_path: Path) -> None:
+    from llama_cpp import Llama
+
+    llm = Llama(str(tiny_model_path), n_ctx=256, n_threads=1, verbose=False)
+    session = StreamSession.open(llm)
+    session.prefill("action kind:")
+    session.generate(2, grammar="root ::= [a-z ]+")
+    session.set_token_trie(["red", "blue"])
+    llm.close()
+    for call in (session.generate, session.clear_token_trie, lambda: session.prefill("x"), lambda: session.splice("x")):
+        with pytest.raises(TrieSamplerError, match="this Llama is closed"):
+            call()
+    session.close()
+    gc.collect()

@@ -25,7 +25,7 @@ from trie_sampler.errors import EngineError, TrieSamplerError, UnknownPathError
 from trie_sampler.llama.chain import SamplingParams
 from trie_sampler.llama.decoder import Decoder
 from trie_sampler.llama.picker import Picker
-from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens
+from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_open
 from trie_sampler.payload import TokenTreePayload
 from trie_sampler.span import walk_span
 from trie_sampler.tokens import Tokenizer, continue_text, finish_leaf
@@ -204,7 +204,8 @@ class StreamSession:
     closed                      ``close``
     ==========================  =====================================================================
 
-    Anything else is an ``EngineError``. A session is a context manager that closes itself; the ``Llama`` is
+    Anything else is an ``EngineError``, and anything but ``close`` after the ``Llama`` was closed a
+    ``TrieSamplerError``. A session is a context manager that closes itself; the ``Llama`` is
     the caller's and stays open.
 
     Example:
@@ -745,6 +746,7 @@ class StreamSession:
     def _require_idle(self) -> None:
         if self._is_closed:
             raise EngineError("the session is closed")
+        require_open(self._llm)
         if self._is_running:
             raise EngineError("the session is generating; cancel it, or wait")
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from llama_cpp import Llama
 
 from trie_sampler.errors import EngineError
-from trie_sampler.llama.vocab import require_engine
+from trie_sampler.llama.vocab import require_engine, require_open
 
 
 class Decoder:
@@ -94,10 +94,12 @@ class Decoder:
         """[V] float32: the logits after the last token, in llama.cpp's own memory, good until the next decode.
 
         Raises:
+            TrieSamplerError: the ``Llama`` is closed.
             EngineError: ``llama_decode`` failed, with its code; the sequence is as before, and another
                 try evaluates what is missing.
         """
         if self._row is None:
+            require_open(self._llm)
             self._evaluate()
             if not self.time_of_first_row:
                 self.n_prefill = self.n_decodes

@@ -133,7 +133,7 @@ def as_tokenizer(llm: Llama | Tokenizer) -> Tokenizer:
         TrieSamplerError: the ``Llama`` is closed.
     """
     if isinstance(llm, Llama):
-        _require_open(llm)
+        require_open(llm)
         known = _tokenizers.get(llm)
         if known is None:
             known = _tokenizers[llm] = LlamaTokenizer(llm)
@@ -143,7 +143,7 @@ def as_tokenizer(llm: Llama | Tokenizer) -> Tokenizer:
     raise TypeError(f"expected a llama_cpp.Llama or a Tokenizer, got {type(llm)}")
 
 
-def _require_open(llm: Llama) -> None:
+def require_open(llm: Llama) -> None:
     """Refuse a closed model: llama.cpp would read freed memory."""
     if getattr(llm._model, "model", None) is None:
         raise TrieSamplerError("this Llama is closed")
@@ -188,7 +188,7 @@ def require_engine(llm: Llama) -> None:
     """
     if not isinstance(llm, Llama):
         raise TypeError(f"expected a llama_cpp.Llama, got {type(llm)}")
-    _require_open(llm)
+    require_open(llm)
     if llm.model_params.vocab_only:
         raise TrieSamplerError("this Llama was loaded with vocab_only=True: it has no weights to choose by")
 
