@@ -41,8 +41,9 @@ from trie_sampler.scores import (
 from trie_sampler.tokens import Tokenizer
 from trie_sampler.trie import TokenTrie
 
-_NODES_A_ROUND = 8
-"""Nodes evaluated at once by the search: more are wasted where the first decide, fewer make more decodes."""
+_FEWEST_A_ROUND, _MOST_A_ROUND = 4, 16
+"""Nodes evaluated at once by the search: more are wasted where the first decide, fewer make more decodes. A long
+search takes a quarter of those that it has evaluated already."""
 
 _TAIL = 1e-3
 """Share of all that choices weigh which ways to write them may have that were not evaluated."""
@@ -67,6 +68,7 @@ class Growth:
     Attributes:
         method: "tree", or "leaf by leaf" for models that cannot share a prompt between sequences.
         n_decodes: after the prompt.
+        most_a_round: nodes that ``evaluate_some`` takes at once.
     """
 
     def __init__(self, llm: Llama, trie: TokenTrie, root: int, prompt: Sequence[int], paths: Paths | None) -> None:
@@ -80,7 +82,8 @@ class Growth:
         self._decoder: Decoder | None = None
         self._sequence_of: dict[Any, int] = {root: 0}
         # All that is alive at once has to fit the context.
-        self._n_sequences = min(N_SEQUENCES - 1, max(2 * _NODES_A_ROUND + 2, MAX_EXTRA // trie.depth))
+        self._n_sequences = min(N_SEQUENCES - 1, max(2 * _FEWEST_A_ROUND, MAX_EXTRA // trie.depth))
+        self.most_a_round = min(_MOST_A_ROUND, self._n_sequences // 2)
         self._free = list(range(self._n_sequences, 0, -1))
         self._n_before = 0
 
@@ -293,12 +296,17 @@ def search(
             lower, upper, path_upper = _bounds(trie, paths, scores, normalize, offsets)
             if _is_settled(lower, upper, n_best):
                 break
-            left = _NODES_A_ROUND if max_nodes is None else min(_NODES_A_ROUND, max_nodes - scores.n_evaluated)
-            if left <= 0:
+            n_nodes = min(max(_FEWEST_A_ROUND, scores.n_evaluated // 4), growth.most_a_round)
+            if max_nodes is not None:
+                n_nodes = min(n_nodes, max_nodes - scores.n_evaluated)
+            if n_nodes <= 0:
                 is_certain = False
                 break
+            # Bounds only sink and scores only rise: a node that cannot reach the best never will.
+            needed = float(np.partition(lower, -n_best)[-n_best]) if n_best <= len(lower) else -np.inf
             worth = {node: float(path_upper[paths.first[node] : paths.last[node]].max()) for node in opened}
-            chosen = sorted(sorted(opened, key=lambda node: -worth[node])[:left])
+            opened = {node for node in opened if worth[node] > needed}
+            chosen = sorted(sorted(opened, key=lambda node: (-worth[node], node))[:n_nodes])
             growth.evaluate_some(chosen, scores)
             opened.difference_update(chosen)
             for node in chosen:
@@ -346,7 +354,7 @@ def _search_graph(
         if scores.n_evaluated >= limit:
             is_certain = False
             break
-        chosen = sorted(opened, key=lambda way: -way.logprob)[: min(2 * _NODES_A_ROUND, limit - scores.n_evaluated)]
+        chosen = sorted(opened, key=lambda way: -way.logprob)[: min(growth.most_a_round, limit - scores.n_evaluated)]
         growth.evaluate_some(chosen, scores)
         opened.difference_update(chosen)
         for way in chosen:

@@ -120,21 +120,27 @@ class Forest:
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
     def evaluate(self, twigs: Sequence[Twig], wanted: Sequence[int]) -> list[Row]:
-        """Evaluate tokens in one batch, parents before children.
+        """Evaluate tokens in one batch, or in as many as 2048 tokens at a time make; parents before children.
 
         Args:
-            twigs: at most 2048.
-            wanted: which of them to give logits for, at most ``max_rows``.
+            twigs: tokens.
+            wanted: which of them to give logits for, ascending, at most ``max_rows``.
 
         Returns:
-            For each of ``wanted`` [V] float32, a view that the next decode overwrites.
+            For each of ``wanted`` [V] float32, which the next decode may overwrite.
 
         Raises:
             EngineError: the decode failed, with its code.
         """
-        self._decode(twigs, wanted)
-        self.n_evaluated += len(twigs)
-        return [self._row(place) for place in wanted]
+        rows: list[Row] = []
+        for start in range(0, len(twigs), _N_BATCH):
+            part = twigs[start : start + _N_BATCH]
+            places = [place - start for place in wanted if start <= place < start + len(part)]
+            self._decode(part, places)
+            self.n_evaluated += len(part)
+            is_last = start + len(part) == len(twigs)
+            rows += [self._row(place) if is_last else self._row(place).copy() for place in places]
+        return rows
 
     # --- llama.cpp -----------------------------------------------------------------------------
 
