@@ -50,8 +50,8 @@ class Sampling:
     Attributes:
         temperature: >= 0; 0 is greedy.
         top_k: keep the k likeliest options; 0 keeps all.
-        top_p: keep the fewest options whose mass reaches it, (0, 1]; 1 keeps all.
-        min_p: drop options below this share of the likeliest, [0, 1); 0 keeps all.
+        top_p: keep the fewest options whose mass reaches it, [0, 1]; 0 keeps one, 1 all.
+        min_p: drop options below this share of the likeliest, [0, 1]; 0 keeps all.
         seed: the sequence of draws, the same on every platform; ``None`` takes a random one.
 
     Raises:
@@ -68,8 +68,8 @@ class Sampling:
         ranges = {
             "temperature must be a finite number >= 0": 0 <= self.temperature < np.inf,
             "top_k must be an integer >= 0": _is_count(self.top_k),
-            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "min_p must be in [0, 1)": 0 <= self.min_p < 1,
+            "top_p must be in [0, 1]": 0 <= self.top_p <= 1,
+            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
         }
         for rule, holds in ranges.items():
             if not holds:
@@ -116,13 +116,13 @@ class TrieCursor:
         on_end: ``"mass"``, ``"eog"`` or ``"release"``.
         eog_ids: the model's end-of-generation ids; end tokens unless ``on_end="release"``.
         stop_tokens: further end tokens, a separator for example.
-        max_span_tokens: accepts after which the span is closed; never below depth + 1.
+        max_span_tokens: accepts after which the span is closed, 1 or more; never below depth + 1.
         on_fault: ``"warn"`` or ``"raise"`` where every valid logit is NaN or -inf.
         sampling: how ``sample`` draws; ``None`` draws from the plain softmax.
 
     Raises:
         UnknownPathError: no descriptor of that path.
-        ValueError: another ``on_end`` or ``on_fault``; an end token below 0 or past int32.
+        ValueError: another ``on_end`` or ``on_fault``; an end token below 0 or past int32; ``max_span_tokens`` below 1.
 
     Example:
         >>> trie = TokenTrie.from_sequences([("YES", [1, 2]), ("NO", [3])])
@@ -158,6 +158,8 @@ class TrieCursor:
     ) -> None:
         check_choice("on_end", on_end, layout.ON_END)
         check_choice("on_fault", on_fault, ("warn", "raise"))
+        if operator.index(max_span_tokens) < 1:
+            raise ValueError(f"max_span_tokens must be at least 1, got {max_span_tokens}")
         if path is None and len(trie.paths) == 1:
             path = trie.paths[0]
         ends = {operator.index(token) for token in (*(() if on_end == "release" else eog_ids), *stop_tokens)}

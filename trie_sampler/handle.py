@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import ctypes
+import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,10 @@ from trie_sampler.cursor import as_mode
 from trie_sampler.errors import EngineError, warn
 from trie_sampler.payload import TokenTreePayload
 from trie_sampler.session import StreamSession, StreamStep
+
+_logger = logging.getLogger(__name__)
+
+_MUST_HAVE = ("eliza_inference_llm_stream_prefill", "eliza_inference_llm_stream_generate")
 
 OnToken = Callable[[int, str | bytes, bool], None]
 
@@ -107,7 +112,7 @@ def run_generation(
             handle has no grammar.
         PayloadError: JSON that is no payload. This and what follows is raised before the engine is asked.
         ValueError: another mode; ``max_tokens`` below 1.
-        TypeError: a prompt that is not token ids; a payload of another type.
+        TypeError: no engine; a prompt that is not token ids; a payload of another type.
         Exception: what a callback or the engine raised.
 
     Example:
@@ -119,6 +124,8 @@ def run_generation(
     """
     if isinstance(prompt_tokens, (str, bytes)):
         raise TypeError(f"prompt_tokens must be token ids, got {type(prompt_tokens).__name__}")
+    if not all(callable(getattr(abi, name, None)) for name in _MUST_HAVE):
+        raise TypeError(f"an engine needs {' and '.join(_MUST_HAVE)}, and {type(abi).__name__} has not both")
     prompt = [operator.index(token) for token in prompt_tokens]
     if operator.index(max_tokens) < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -135,7 +142,13 @@ def run_generation(
     stream = _Stream(on_step, on_text_chunk)
     with _token_trie(abi, handle, payload_json, mode):
         start = time.perf_counter()
-        code = abi.eliza_inference_llm_stream_generate(handle, max_tokens, temperature, top_p, stream.take)
+        try:
+            code = abi.eliza_inference_llm_stream_generate(handle, max_tokens, temperature, top_p, stream.take)
+        except BaseException as error:
+            # An engine may wrap what our callback raised in an exception of its own.
+            if stream.failure is None or stream.failure is error:
+                raise
+            raise stream.failure from error
         seconds = time.perf_counter() - start
         if stream.failure is not None:
             raise stream.failure
@@ -171,8 +184,14 @@ def _token_trie(abi: StreamingAbi, handle: Any, payload_json: str | None, mode: 
             # Inside: what an engine keeps of a payload that it refuses is not ours to know.
             abi.eliza_inference_set_token_trie(handle, payload_json, mode)
             yield
-        finally:
-            abi.eliza_inference_clear_token_trie(handle)
+        except BaseException:
+            try:
+                abi.eliza_inference_clear_token_trie(handle)
+            except Exception:
+                # What went wrong first is what the caller has to know.
+                _logger.exception("the engine's trie could not be cleared after an error")
+            raise
+        abi.eliza_inference_clear_token_trie(handle)
 
 
 class _Stream:

@@ -22,7 +22,7 @@ from trie_sampler.choice import Choice
 from trie_sampler.choices import ChoicesLike, Spelling, take_spelling
 from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode, check_choice
 from trie_sampler.errors import EngineError, TrieSamplerError, UnknownPathError
-from trie_sampler.llama.chain import SamplingParams
+from trie_sampler.llama.chain import SamplingParams, check_tokens
 from trie_sampler.llama.decoder import Decoder
 from trie_sampler.llama.picker import Picker
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_open
@@ -57,7 +57,8 @@ class StreamStep:
     """What ``on_step`` is given: tokens that were settled together.
 
     Attributes:
-        tokens: ids, one that was picked and those that had to follow; none in a last step that only ends.
+        tokens: ids, one that was picked and those that had to follow; none in a last step that only ends. Those of
+            a stop text are among them, though it is taken back.
         text: what they add to the text; a character waits until it is whole.
         done: the last step of this generation.
     """
@@ -73,7 +74,7 @@ class Generation:
 
     Attributes:
         text: what was added, whole characters.
-        tokens: its ids, end tokens left out.
+        tokens: its ids, end tokens left out; without a stop text, as the session's own are.
         finish_reason: "span" (the leaf is over), "eog", "stop", "length" or "cancelled".
         choice: of the trie, where one was set; its ``complete`` is False where it was cut short.
         usage: what it cost.
@@ -228,6 +229,9 @@ class StreamSession:
         self._grammar_start = 0
         self._cancelled = threading.Event()
         self._output: _Output | None = None
+        # One thread at a time; that one may come in again, but not out of a callback.
+        self._lock = threading.RLock()
+        self._is_held = False
         self._is_closed = False
 
     @classmethod
@@ -256,19 +260,19 @@ class StreamSession:
             EngineError: it does not fit the context, or the session is closed or generating.
             ValueError: another slot.
         """
-        self._require_idle()
-        if slot_id not in (-1, 0):
-            raise ValueError(f"a session has one slot, so slot_id is -1 or 0, got {slot_id!r}")
-        tokens = prompt_tokens(self._llm, prompt)
-        if len(tokens) >= self._decoder.room:
-            raise EngineError(
-                f"{len(tokens)} tokens of prompt do not fit the context of {self._decoder.room}; load the model "
-                f"with n_ctx={len(tokens) + 1} or more"
-            )
-        self._drop_picker()
-        self._prompt, self._generated = tokens, []
-        self._decoder.replace(tokens)
-        return len(tokens)
+        with self._exclusive():
+            if slot_id not in (-1, 0):
+                raise ValueError(f"a session has one slot, so slot_id is -1 or 0, got {slot_id!r}")
+            tokens = prompt_tokens(self._llm, prompt)
+            if len(tokens) >= self._decoder.room:
+                raise EngineError(
+                    f"{len(tokens)} tokens of prompt do not fit the context of {self._decoder.room}; load the model "
+                    f"with n_ctx={len(tokens) + 1} or more"
+                )
+            self._drop_picker()
+            self._prompt, self._generated = tokens, []
+            self._decoder.replace(tokens)
+            return len(tokens)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -282,15 +286,22 @@ class StreamSession:
             Its token ids.
 
         Raises:
-            EngineError: not prefilled, does not fit the context, or the session's grammar does not allow it.
+            EngineError: not prefilled, generating, does not fit the context, or the session's grammar does not allow
+                it: one goes on until ``prefill``, or a ``generate`` without it.
             VocabMismatchError: the vocabulary cannot write it.
+            TypeError, ValueError: not text, or not valid Unicode.
         """
-        self._require_prefilled()
+        with self._exclusive(prefilled=True):
+            return self._splice(text)
+
+    def _splice(self, text: str) -> tuple[int, ...]:
+        if not isinstance(text, str):
+            raise TypeError(f"text to splice must be str, got {type(text).__name__}")
         tokens = continue_text(self._tokenizer, self._decoder.tokens, text.encode())
         self._decoder.require_room(len(tokens), "spliced text")
         if self._picker is not None:
             self._picker.require(tokens)
-        self.push(tokens)
+        self._push(tokens)
         return tokens
 
     # --- the trie ------------------------------------------------------------------------------
@@ -328,23 +339,55 @@ class StreamSession:
                 set before stays.
             EngineError: the session is closed or generating.
         """
-        self._require_idle()
+        with self._exclusive():
+            self._span = self._make_span(
+                source,
+                mode,
+                path,
+                on_end=on_end,
+                on_fault=on_fault,
+                stop_tokens=stop_tokens,
+                max_span_tokens=max_span_tokens,
+                strict=strict,
+                model_id=model_id,
+                spelling=spelling,
+            )
+
+    def _make_span(
+        self,
+        source: ChoicesLike | TokenTrie | TokenTreePayload | str | bytes,
+        mode: str | int,
+        path: str | None,
+        *,
+        strict: bool = False,
+        model_id: str | None = None,
+        spelling: dict[str, Any] | None = None,
+        on_end: str = "mass",
+        stop_tokens: Iterable[int] = (),
+        **of_cursors: Any,
+    ) -> Span:
         samples = as_mode(mode) == "sampled"
         check_choice("on_end", on_end, ("mass", "eog"))
-        wanted = take_spelling(spelling, "set_token_trie")
+        wanted = take_spelling(spelling or {}, "set_token_trie")
+        stops = tuple(map(operator.index, stop_tokens))
+        check_tokens("stop_tokens", stops, self._tokenizer.n_vocab)
         if isinstance(source, (str, bytes)):
             source = TokenTreePayload.from_json(source)
         binding = Binding.of(self._tokenizer, source, path=path, strict=strict, model_id=model_id, spelling=wanted)
-        span = Span(binding, samples, path, on_end, on_fault, tuple(map(operator.index, stop_tokens)), max_span_tokens)
+        span = Span(binding, samples, path, on_end, stop_tokens=stops, **of_cursors)
         trie = binding.trie or TokenTrie.from_ragged([0], [0, 1])
         if not self._make_cursor(span, trie, Sampling()).is_active:
             raise UnknownPathError(f"say which path to set: {list(trie.paths)}")
-        self._span = span
+        return span
 
     def clear_token_trie(self) -> None:
-        """Generate freely, or under the grammar, from now on."""
-        self._require_idle()
-        self._span = None
+        """Generate freely, or under the grammar, from now on.
+
+        Raises:
+            EngineError: the session is closed or generating.
+        """
+        with self._exclusive():
+            self._span = None
 
     @property
     def has_token_trie(self) -> bool:
@@ -396,7 +439,7 @@ class StreamSession:
             seed: of the draws; ``None`` takes a random one.
             grammar: GBNF with a rule ``root``, for text outside spans. One that is given again goes on.
             grammar_triggers: texts or ids that wake the grammar up; it lets everything through until then.
-            stop: texts that end a generation; they are not part of the text.
+            stop: texts that end a generation; they are part of neither the text nor the context.
             skip: "exact" forces only what any run would write; "canonical" completes a trie of every spelling as
                 soon as one leaf is left, as its tokenizer would.
             stop_at_span_end: with a trie set, end with the leaf. Else free text follows, and a leaf that begins
@@ -415,18 +458,18 @@ class StreamSession:
             TypeError: an unknown setting.
             Exception: what a callback raised.
         """
-        self._require_prefilled()
-        check_choice("skip", skip, _SKIPS)
-        if max_tokens is not None and operator.index(max_tokens) < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(text, str) and text for text in stops):
-            raise ValueError(f"stop must be texts, none of them empty, got {stop!r}")
-        params = _params(temperature, top_p, top_k, min_p, seed, grammar, grammar_triggers, sampling)
-        draws = Sampling(max(0.0, temperature), max(0, top_k), top_p, min_p, seed)
-        output = _Output(on_step, on_text_chunk, stops)
-        free = FreeText() if self._span is None or not stop_at_span_end else None
-        return self._run(self._span, free, output, params, draws, max_tokens, skip=skip)
+        with self._exclusive(prefilled=True):
+            check_choice("skip", skip, _SKIPS)
+            if max_tokens is not None and operator.index(max_tokens) < 1:
+                raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+            stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
+            if not all(isinstance(text, str) and text for text in stops):
+                raise ValueError(f"stop must be texts, none of them empty, got {stop!r}")
+            params = _params(temperature, top_p, top_k, min_p, seed, grammar, grammar_triggers, sampling)
+            draws = Sampling(max(0.0, temperature), max(0, top_k), top_p, min_p, seed)
+            output = _Output(on_step, on_text_chunk, stops)
+            free = FreeText() if self._span is None or not stop_at_span_end else None
+            return self._run(self._span, free, output, params, draws, max_tokens, skip=skip)
 
     def _run(
         self,
@@ -465,9 +508,11 @@ class StreamSession:
             except _CancelledError:
                 finish_reason = "cancelled"
             finally:
-                if not output.tokens and len(before) > n_prompt:
-                    # Nothing was written, so what healing took back is missing.
-                    self._decoder.replace(before)
+                if len(before) > n_prompt:
+                    self._undo_half_healing(before, n_prompt, output)
+            n_written = len(output.tokens)
+            if finish_reason == "stop":
+                self._take_back_stop(n_prompt, output, 0 if cursor is None else len(cursor.trie.healed))
             output.give(done=True)
         # Without a decode there is nothing to take the prompt's time from.
         seconds = time.perf_counter() - (self._decoder.time_of_first_row or start)
@@ -476,7 +521,7 @@ class StreamSession:
             choice = span.binding.make_choice(cursor, steps, complete=walk.reason == "span", end=walk.end)
         usage = Usage.of(
             prompt_tokens=n_prompt,
-            n_tokens=len(output.tokens),
+            n_tokens=n_written,
             asked_to_stop=output.asked_to_stop,
             n_decodes=self._decoder.n_decodes,
             n_prefill=self._decoder.n_prefill,
@@ -506,69 +551,39 @@ class StreamSession:
         Raises:
             as ``set_token_trie`` and ``generate``.
         """
-        self._require_prefilled()
-        if token_tree_payload is None:
-            self._span = None
-        else:
-            self.set_token_trie(token_tree_payload, token_tree_mode, token_tree_path)
-        try:
-            return self.generate(max_tokens, **settings)
-        finally:
-            self._span = None
+        with self._exclusive(prefilled=True):
+            self._span = (
+                None
+                if token_tree_payload is None
+                else self._make_span(token_tree_payload, token_tree_mode, token_tree_path)
+            )
+            try:
+                return self.generate(max_tokens, **settings)
+            finally:
+                self._span = None
 
-    # --- for who drives a session span by span -------------------------------------------------
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[HeldSession]:
+        """Keep everybody else out, callbacks too, while spans are written one after the other.
 
-    def bind(self, source: Any, *, path: str | None = None, spelling: Spelling | None = None) -> Binding:
-        """Bind what is chosen from to the session's vocabulary; nothing is warned about."""
-        return Binding.of(self._tokenizer, source, path=path, spelling=spelling, is_quiet=True)
+        A grammar that the session was generating under ends here.
 
-    def run_span(
-        self,
-        span: Span,
-        *,
-        temperature: float,
-        top_p: float = 0.95,
-        top_k: int = 40,
-        seed: int | None = None,
-        on_step: Callable[[StreamStep], Any] | None = None,
-        on_text_chunk: Callable[[str], Any] | None = None,
-    ) -> Generation:
-        """``generate`` with a trie that is set for this once."""
-        self._require_prefilled()
-        params = _params(temperature, top_p, top_k, _MIN_P, seed, None, (), {})
-        draws = Sampling(temperature, top_k, top_p, _MIN_P, seed)
-        return self._run(span, None, _Output(on_step, on_text_chunk, ()), params, draws, None)
-
-    def run_free(
-        self,
-        free: FreeText,
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float = 0.95,
-        top_k: int = 40,
-        seed: int | None = None,
-        grammar: str | None = None,
-        on_step: Callable[[StreamStep], Any] | None = None,
-        on_text_chunk: Callable[[str], Any] | None = None,
-    ) -> Generation:
-        """``generate`` of bounded free text."""
-        self._require_prefilled()
-        params = _params(temperature, top_p, top_k, _MIN_P, seed, grammar, (), {})
-        try:
-            return self._run(None, free, _Output(on_step, on_text_chunk, ()), params, Sampling(), max_tokens)
-        finally:
-            if grammar is not None:
-                # It was about this text alone, and would refuse what follows.
-                self._drop_picker()
-
-    def keep(self, name: str, make: Callable[[Tokenizer], _T]) -> _T:
-        """What is made once of the session's vocabulary, and kept with it."""
-        return kept_for(self._tokenizer, name, make)
+        Raises:
+            EngineError: not prefilled, closed, or generating.
+        """
+        with self._exclusive(prefilled=True):
+            self._drop_picker()
+            self._cancelled.clear()
+            self._is_held = True
+            try:
+                yield HeldSession(self)
+            finally:
+                self._is_held = False
+                self._cancelled.clear()
 
     def cancel(self) -> None:
         """End the running generation before its next decode; from any thread. Otherwise nothing happens."""
-        if self._is_running:
+        if self._is_busy:
             self._cancelled.set()
 
     # --- the end -------------------------------------------------------------------------------
@@ -579,11 +594,12 @@ class StreamSession:
         Raises:
             EngineError: a generation is running; cancel it first.
         """
-        if self._is_running:
-            raise EngineError("a generation is running; cancel it before the session is closed")
-        self._drop_picker()
-        self._span = None
-        self._is_closed = True
+        if self._is_closed:
+            return
+        with self._alone("a generation is running; cancel it before the session is closed"):
+            self._drop_picker()
+            self._span = None
+            self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -593,21 +609,25 @@ class StreamSession:
 
     def __repr__(self) -> str:
         """State and size."""
-        state = "closed" if self._is_closed else "generating" if self._is_running else "open"
+        state = "closed" if self._is_closed else "generating" if self._is_busy else "open"
         return f"StreamSession({state}, {len(self._decoder.tokens)} tokens, token_trie={self.has_token_trie})"
 
-    # --- a row source that can be cancelled ----------------------------------------------------
+    def __reduce__(self) -> str:
+        """Samplers and context are the model's own: there is no second one of them."""
+        raise TypeError("a StreamSession cannot be copied or pickled; open another on the Llama")
 
-    def push(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the text, as ``span.RowSource``; every sampler takes them in."""
+    # --- tokens and rows -----------------------------------------------------------------------
+
+    def _push(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text; every sampler takes them in."""
         for token in tokens:
             if self._picker is not None:
                 self._picker.accept(token)
             self._decoder.push([token])
             self._generated.append(token)
 
-    def row(self) -> npt.NDArray[np.float32]:
-        """The logits after the text, as ``span.RowSource``."""
+    def _row(self) -> npt.NDArray[np.float32]:
+        """The logits after the text."""
         # What is settled is told before the next decode makes it wait.
         if self._output is not None and self._output.give():
             self._decoder.doubt()  # a callback may have used the Llama
@@ -655,7 +675,7 @@ class StreamSession:
         trie, node = cursor.trie, cursor.node
         finish = self._finish if skip == "canonical" and trie.sole_leaf is not None else None
         moves = walk_span(
-            self, cursor, samples=span.samples, max_tokens=limit, finish=finish, text_goes_on=text_goes_on
+            _Rows(self), cursor, samples=span.samples, max_tokens=limit, finish=finish, text_goes_on=text_goes_on
         )
         for move in moves:
             for step in move.steps:
@@ -686,7 +706,7 @@ class StreamSession:
             raise TrieSamplerError("free text needs samplers")
         ends = self._tokenizer.eog_ids
         while len(output.tokens) < limit:
-            row = self.row()
+            row = self._row()
             if free.ends_where_foreign and not picker.allows(int(np.argmax(row))) and picker.allows(ends[0]):
                 output.asked_to_stop = True
                 return "span"
@@ -694,12 +714,45 @@ class StreamSession:
             if self._tokenizer.is_eog(token):
                 output.asked_to_stop = True
                 return "eog"
-            self.push([token])
+            self._push([token])
             if output.take([token], self._tokenizer.detokenize([token])):
                 return "stop"
             if free.closers is not None and free.closers[token]:
                 return "span"
         return "span" if free.ends_where_foreign and picker.allows(ends[0]) else "length"
+
+    # --- taking back ---------------------------------------------------------------------------
+
+    def _undo_half_healing(self, before: list[int], n_prompt: int, output: _Output) -> None:
+        """Put the prompt's end back where what was written instead is not all of it."""
+        written = self._tokenizer.detokenize(self._decoder.tokens[n_prompt:])
+        if len(written) >= len(self._tokenizer.detokenize(before[n_prompt:])):
+            return
+        self._drop_picker()
+        self._generated = []
+        self._decoder.replace(before)
+        output.tokens, output.text = [], ""
+
+    def _take_back_stop(self, n_prompt: int, output: _Output, n_healed: int) -> None:
+        """Leave in the context what is left of the text: a stop text may begin inside of a token."""
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        n_kept = n_chars = n_bytes = so_far = 0
+        for place, token in enumerate(output.tokens, start=1):
+            piece = self._tokenizer.detokenize([token])
+            so_far += len(decoder.decode(piece[max(0, n_healed - n_bytes) :]))
+            n_bytes += len(piece)
+            if so_far <= len(output.text) and n_bytes >= n_healed and not decoder.getstate()[0]:
+                n_kept, n_chars = place, so_far
+        kept = output.tokens[:n_kept]
+        rest = output.text[n_chars:].encode()
+        if rest:
+            kept += continue_text(self._tokenizer, [*self._decoder.tokens[:n_prompt], *kept], rest)
+        n_before = len(self._generated) - len(output.tokens)
+        output.tokens = kept
+        self._generated[n_before:] = kept
+        self._decoder.replace([*self._decoder.tokens[:n_prompt], *kept])
+        if self._picker is not None:
+            self._picker = self._replayed(self._picker.params, self._grammar_start)
 
     # --- samplers ------------------------------------------------------------------------------
 
@@ -710,16 +763,21 @@ class StreamSession:
             return old
         same_grammar = old is not None and _grammar_of(old.params) == _grammar_of(params)
         start = self._grammar_start if same_grammar else len(self._generated)
+        new = self._replayed(params, start)
+        self._drop_picker()
+        self._picker, self._grammar_start = new, start
+        return new
+
+    def _replayed(self, params: SamplingParams, grammar_start: int) -> Picker:
+        """Samplers that have taken in the session's tokens, the grammar from its start on."""
         new = Picker(self._llm, params)
         try:
-            new.replay(self._generated[:start])
-            for token in self._generated[start:]:
+            new.replay(self._generated[:grammar_start])
+            for token in self._generated[grammar_start:]:
                 new.accept(token)
         except BaseException:
             new.close()
             raise
-        self._drop_picker()
-        self._picker, self._grammar_start = new, start
         return new
 
     def _drop_picker(self) -> None:
@@ -729,31 +787,121 @@ class StreamSession:
 
     # --- states --------------------------------------------------------------------------------
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._output is not None or self._is_held
+
+    @contextlib.contextmanager
+    def _alone(self, otherwise: str) -> Iterator[None]:
+        """Let one thing happen at a time; a second thread, or a callback, is refused."""
+        if not self._lock.acquire(blocking=False):
+            raise EngineError(otherwise)
+        try:
+            if self._is_busy:
+                raise EngineError(otherwise)
+            yield
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def _exclusive(self, *, prefilled: bool = False) -> Iterator[None]:
+        with self._alone("the session is generating; cancel it, or wait"):
+            if self._is_closed:
+                raise EngineError("the session is closed")
+            require_open(self._llm)
+            if prefilled and not self._prompt:
+                raise EngineError("there is no prompt yet; call prefill first")
+            yield
+
     @contextlib.contextmanager
     def _running(self, output: _Output) -> Iterator[None]:
-        self._cancelled.clear()
         self._output = output
+        if not self._is_held:
+            self._cancelled.clear()
         try:
             yield
         finally:
             self._output = None
-            self._cancelled.clear()
+            if not self._is_held:
+                self._cancelled.clear()
+
+
+class _Rows:
+    """A session's text, as ``span.RowSource``."""
+
+    def __init__(self, session: StreamSession) -> None:
+        self.push = session._push
+        self.row = session._row
+
+
+class HeldSession:
+    """What ``StreamSession.hold`` gives: a session that only the holder writes to."""
+
+    def __init__(self, session: StreamSession) -> None:
+        self._session = session
 
     @property
-    def _is_running(self) -> bool:
-        return self._output is not None
+    def tokenizer(self) -> Tokenizer:
+        """The session's vocabulary."""
+        return self._session._tokenizer
 
-    def _require_idle(self) -> None:
-        if self._is_closed:
-            raise EngineError("the session is closed")
-        require_open(self._llm)
-        if self._is_running:
-            raise EngineError("the session is generating; cancel it, or wait")
+    def bind(self, source: Any, *, path: str | None = None, spelling: Spelling | None = None) -> Binding:
+        """Bind what is chosen from to the session's vocabulary; nothing is warned about."""
+        return Binding.of(self.tokenizer, source, path=path, spelling=spelling, is_quiet=True)
 
-    def _require_prefilled(self) -> None:
-        self._require_idle()
-        if not self._prompt:
-            raise EngineError("there is no prompt yet; call prefill first")
+    def splice(self, text: str) -> tuple[int, ...]:
+        """See ``StreamSession.splice``."""
+        return self._session._splice(text)
+
+    def require_grammar(self, grammar: str) -> None:
+        """Refuse a grammar that does not parse.
+
+        Raises:
+            ValueError, EngineError: see ``SamplingParams`` and ``build_sampler_chain``.
+        """
+        Picker(self._session._llm, SamplingParams(grammar=grammar)).close()
+
+    def run_span(
+        self,
+        span: Span,
+        *,
+        temperature: float,
+        top_p: float = 0.95,
+        top_k: int = 40,
+        seed: int | None = None,
+        on_step: Callable[[StreamStep], Any] | None = None,
+        on_text_chunk: Callable[[str], Any] | None = None,
+    ) -> Generation:
+        """``generate`` with a trie that is set for this once."""
+        params = _params(temperature, top_p, top_k, _MIN_P, seed, None, (), {})
+        draws = Sampling(temperature, top_k, top_p, _MIN_P, seed)
+        return self._session._run(span, None, _Output(on_step, on_text_chunk, ()), params, draws, None)
+
+    def run_free(
+        self,
+        free: FreeText,
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float = 0.95,
+        top_k: int = 40,
+        seed: int | None = None,
+        grammar: str | None = None,
+        on_step: Callable[[StreamStep], Any] | None = None,
+        on_text_chunk: Callable[[str], Any] | None = None,
+    ) -> Generation:
+        """``generate`` of bounded free text."""
+        params = _params(temperature, top_p, top_k, _MIN_P, seed, grammar, (), {})
+        try:
+            return self._session._run(None, free, _Output(on_step, on_text_chunk, ()), params, Sampling(), max_tokens)
+        finally:
+            if grammar is not None:
+                # It was about this text alone, and would refuse what follows.
+                self._session._drop_picker()
+
+    def keep(self, name: str, make: Callable[[Tokenizer], _T]) -> _T:
+        """What is made once of the session's vocabulary, and kept with it."""
+        return kept_for(self.tokenizer, name, make)
 
 
 def _params(

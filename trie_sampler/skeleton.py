@@ -16,31 +16,21 @@ from typing_extensions import Self
 from trie_sampler.binding import Binding
 from trie_sampler.choices import Choices, Spelling
 from trie_sampler.errors import EngineError, PayloadError, warn
+from trie_sampler.gbnf import JSON_VALUE, has_rules, quote, with_prefix
 from trie_sampler.payload import TokenTreePayload, WireModel
-from trie_sampler.session import FreeText, Generation, Span, StreamSession, StreamStep
+from trie_sampler.session import FreeText, Generation, HeldSession, Span, StreamSession, StreamStep
 from trie_sampler.tokens import Tokenizer
 from trie_sampler.trie import TokenTrie
 from trie_sampler.usage import Usage
-
-JSON_VALUE = r"""
-value ::= object | array | string | number | "true" | "false" | "null"
-object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? ws "}"
-array ::= "[" ws (value ("," ws value)*)? ws "]"
-string ::= "\"" ([^"\\\x00-\x1f\x7f] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F]))* "\""
-number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
-ws ::= " "?
-"""
-"""GBNF rules of JSON with at most one space between things: a model cannot stall in white space."""
 
 _FREE_TEMPERATURE = 0.8
 _ARRAY = "[]"
 # The first word of a literal, with what stands before it: text behind it is cut from it cleanly.
 _HEAD = re.compile(r"[^\w]*\w+")
+_LONGEST_AROUND = 500
+"""Characters of the literals around a value that each of its texts is spelled with."""
 _FIRST_PRINTABLE = 0x20
 _SEED_STEP = 0x9E3779B1
-_RULE_NAME = re.compile(r"^\s*([A-Za-z][\w-]*)\s*::=", re.MULTILINE)
-# Parts of GBNF: quoted text, a class of characters, a comment, a name.
-_GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[A-Za-z][\w-]*')
 
 
 def _check_text(text: str) -> str:
@@ -112,7 +102,7 @@ class SpanOverride(WireModel):
     span_index: Annotated[int, Field(strict=True, ge=0)]
     temperature: Annotated[float, Field(ge=0.0, le=1e30)] | None = None
     top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
 
 
 class SamplerPlan(WireModel):
@@ -240,7 +230,7 @@ class ResponseSkeleton(WireModel):
         parts, rules = [], []
         for place, span in enumerate(self.spans):
             if span.kind == "literal":
-                parts.append(_quoted(span.value or ""))
+                parts.append(quote(span.value or ""))
                 continue
             parts.append(f"span{place}")
             element, more = self._rule_of(span, payload, f"span{place}-")
@@ -251,17 +241,17 @@ class ResponseSkeleton(WireModel):
             rules.append(f"span{place} ::= {element}")
         first = self.spans[0] if self.spans else None
         trigger = first.value if first is not None and first.kind == "literal" and first.value else None
-        source = "\n".join([f"root ::= {' '.join(parts) or _quoted('')}", *rules]) + JSON_VALUE
+        source = "\n".join([f"root ::= {' '.join(parts) or quote('')}", *rules]) + JSON_VALUE
         return Grammar(source, trigger is not None, trigger)
 
     def _rule_of(self, span: SkeletonSpan, payload: TokenTreePayload | None, prefix: str) -> tuple[str, list[str]]:
         """(what stands for one value, rules that it needs)."""
-        if span.rule is not None and _has_rules(span.rule):
-            return f"{prefix}root", [_renamed(span.rule, prefix)]
+        if span.rule is not None and has_rules(span.rule):
+            return f"{prefix}root", [with_prefix(span.rule, prefix)]
         if span.rule is not None:
             return f"({span.rule})", []
         if span.kind == "enum":
-            values = (_quoted(json.dumps(value, ensure_ascii=False)) for value in _values_of(span, payload))
+            values = (quote(json.dumps(value, ensure_ascii=False)) for value in _values_of(span, payload))
             return f"({' | '.join(values)})", []
         others = {"boolean": '("true" | "false")', "number": "number", "free-string": "string"}
         return others.get(span.kind, "value"), []
@@ -280,10 +270,11 @@ class ResponseSkeleton(WireModel):
         """Let a prefilled session write the answer.
 
         Literals are never sampled and cost no decode of their own: they ride with the next span. Each span is
-        activated and cleared here. Enums, booleans and numbers are greedy; free spans draw.
+        activated and cleared here. Enums, booleans and numbers are greedy; free spans draw. Meanwhile nobody else
+        can use the session, callbacks neither, and a grammar that it was generating under ends.
 
         Args:
-            session: prefilled; its text has the answer afterwards.
+            session: prefilled; its text has the answer afterwards, or what was written of it before an error.
             payload: descriptors for enums without values, by key.
             plan: how single spans are sampled.
             temperature: of free spans.
@@ -295,29 +286,42 @@ class ResponseSkeleton(WireModel):
             The text, the values and what each span cost.
 
         Raises:
-            PayloadError: an enum without values, here or in the payload.
+            PayloadError: an enum without values, here or in the payload; before anything is written, as is a
+                ``rule`` that is no grammar (ValueError, EngineError) and an argument of another type (TypeError).
             EmptyTrieError: a descriptor without leaves.
             EngineError: JSON that does not end within its limit; the session was cancelled; as
                 ``StreamSession.generate``.
             VocabMismatchError: a value that the vocabulary cannot write.
 
+        Warns:
+            TrieSamplerWarning: tokens of the payload do not spell its names with this vocabulary; they are
+                spelled anew.
+
         Cost: a decode for each decision, see ``walk_span``; one a token in free spans.
         """
         if isinstance(payload, (str, bytes)):
             payload = TokenTreePayload.from_json(payload)
+        for name, value, kind in (
+            ("session", session, StreamSession),
+            ("payload", payload, TokenTreePayload | None),
+            ("plan", plan, SamplerPlan | None),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}: got {type(value).__name__}, which is none")
         overrides = self._overrides(plan)
-        filler = _Filler(session, payload, temperature, seed, on_step, on_text_chunk)
-        for span in self.spans:
-            filler.check(span)
-        for place, span in enumerate(self.spans):
-            if span.kind == "literal":
-                filler.wait(span.value or "")
-            else:
-                following = self.spans[place + 1] if place + 1 < len(self.spans) else None
-                after = following.value if following is not None and following.kind == "literal" else None
-                filler.fill(place, span, overrides.get(place, SpanOverride(span_index=place)), after or "")
-        filler.write_waiting()
-        return FilledSkeleton(filler.text, filler.values, tuple(filler.usages))
+        with session.hold() as held:
+            filler = _Filler(held, payload, temperature, seed, on_step, on_text_chunk)
+            for span in self.spans:
+                filler.check(span)
+            for place, span in enumerate(self.spans):
+                if span.kind == "literal":
+                    filler.wait(span.value or "")
+                else:
+                    following = self.spans[place + 1] if place + 1 < len(self.spans) else None
+                    after = following.value if following is not None and following.kind == "literal" else None
+                    filler.fill(place, span, overrides.get(place, SpanOverride(span_index=place)), after or "")
+            filler.write_waiting()
+            return FilledSkeleton(filler.text, filler.values, tuple(filler.usages))
 
     def _overrides(self, plan: SamplerPlan | None) -> dict[int, SpanOverride]:
         overrides = {} if plan is None else {one.span_index: one for one in plan.overrides}
@@ -339,7 +343,7 @@ class _Filler:
 
     def __init__(
         self,
-        session: StreamSession,
+        session: HeldSession,
         payload: TokenTreePayload | None,
         temperature: float,
         seed: int | None,
@@ -360,12 +364,27 @@ class _Filler:
         self.usages: list[SpanUsage] = []
 
     def check(self, span: SkeletonSpan) -> None:
-        """Refuse an enum without values, and bind the descriptor of one that has none of its own."""
-        if span.kind != "enum" or span.rule is not None:
-            return
-        values = _values_of(span, self._payload)
-        if span.enum_values is None and all(json.dumps(name, ensure_ascii=False) == f'"{name}"' for name in values):
-            self._descriptors[span.key or ""] = self._session.bind(self._payload, path=span.key)
+        """Refuse a bad rule and an enum without values; bind the descriptor of one that has none of its own."""
+        if span.rule is not None and span.kind != "literal":
+            self._session.require_grammar(_grammar_of(span.rule))
+        elif span.kind == "enum":
+            values = _values_of(span, self._payload)
+            # Names that JSON writes otherwise are spelled here: a descriptor's tokens would break the string.
+            if span.enum_values is None and all(json.dumps(name, ensure_ascii=False) == f'"{name}"' for name in values):
+                self._bind_descriptor(span.key or "")
+
+    def _bind_descriptor(self, path: str) -> None:
+        """Keep a descriptor of the payload, if its tokens spell its names."""
+        binding = self._session.bind(self._payload, path=path)
+        for name, tokens in binding.trie.leaves() if binding.trie is not None else ():
+            text = self._session.tokenizer.detokenize(tokens)
+            if text != name.encode():
+                warn(
+                    f"{path!r}: the payload's tokens of {name!r} spell {text!r} with this vocabulary; its names are "
+                    "spelled anew"
+                )
+                return
+        self._descriptors[path] = binding
 
     # --- literals ------------------------------------------------------------------------------
 
@@ -376,7 +395,10 @@ class _Filler:
 
     def write_waiting(self) -> None:
         """Write what waits: no span that could spell it together with its values comes next."""
-        text, self._waiting = self._waiting, ""
+        self._write_first(len(self._waiting))
+
+    def _write_first(self, n_characters: int) -> None:
+        text, self._waiting = self._waiting[:n_characters], self._waiting[n_characters:]
         if text:
             self._session.splice(text)
             self._tell(text)
@@ -434,7 +456,6 @@ class _Filler:
             return self._choose(place, span, override, {"true": "true", "false": "false"}, after) == "true"
         if span.key in self._descriptors:
             return self._walk_descriptor(place, span, override, is_open=is_open)
-        # Names that JSON writes otherwise are spelled here: a descriptor's tokens would break the string.
         values = _values_of(span, self._payload)
         written = {name: json.dumps(name, ensure_ascii=False)[is_open:] for name in values}
         return self._choose(place, span, override, written, after)
@@ -444,11 +465,16 @@ class _Filler:
     ) -> str:
         """Choose a name by its text, spelled with the literals around it."""
         head = _HEAD.match(after)
-        ahead = head[0] if head is not None else after
+        ahead = (after if head is None else head[0])[:_LONGEST_AROUND]
         if len(written) == 1:
             (only, text) = next(iter(written.items()))
             self._waiting += text
             return only
+        n_early = len(self._waiting) - _LONGEST_AROUND
+        if n_early > 0:
+            # Most vocabularies begin a token with a space.
+            space = self._waiting.rfind(" ", 0, n_early)
+            self._write_first(space if space > 0 else n_early)
         before, self._waiting = self._waiting, ""
         texts = {name: before + text + ahead for name, text in written.items()}
         choice = self._generate(place, span, override, self._bind(Choices.of(texts), override)).choice
@@ -484,8 +510,7 @@ class _Filler:
 
     def _fill_by_grammar(self, place: int, span: SkeletonSpan, override: SpanOverride) -> Any:
         self.write_waiting()
-        rule = span.rule or "value"
-        grammar = rule if _has_rules(rule) else f"root ::= {rule}\n{JSON_VALUE}"
+        grammar = _grammar_of(span.rule or "value")
         done = self._write_free(place, span, override, FreeText(ends_where_foreign=True), grammar)
         if done.finish_reason not in ("span", "eog"):
             raise EngineError(f"span {place} ({span.key!r}) was not over after {span.max_tokens} tokens")
@@ -538,37 +563,19 @@ def _values_of(span: SkeletonSpan, payload: TokenTreePayload | None) -> tuple[st
     raise PayloadError(f"the enum {span.key!r} has no enum_values, and no descriptor of that path is given")
 
 
+def _grammar_of(rule: str) -> str:
+    return rule if has_rules(rule) else f"root ::= {rule}\n{JSON_VALUE}"
+
+
 def _samples(override: SpanOverride) -> bool:
     return override.temperature is not None and override.temperature > 0
 
 
-def _has_rules(rule: str) -> bool:
-    """Whether it is whole rules, and not a right side."""
-    return "root" in _RULE_NAME.findall(rule)
-
-
-def _renamed(rules: str, prefix: str) -> str:
-    """Whole rules under names of their own."""
-    names = set(_RULE_NAME.findall(rules))
-    return _GBNF_PART.sub(lambda part: prefix + part[0] if part[0] in names else part[0], rules)
-
-
-def _quoted(text: str) -> str:
-    """A GBNF literal."""
-    return '"' + "".join(map(_escaped, text)) + '"'
-
-
-def _escaped(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    return f"\\x{ord(character):02X}" if ord(character) < _FIRST_PRINTABLE else character
-
-
-def _numbers_of(session: StreamSession) -> TokenTrie:
+def _numbers_of(session: HeldSession) -> TokenTrie:
     return session.keep("numbers", TokenTrie._of_numbers)
 
 
-def _string_masks_of(session: StreamSession) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _string_masks_of(session: HeldSession) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     return session.keep("string masks", _string_masks)
 
 

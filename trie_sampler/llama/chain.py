@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import llama_cpp
@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from trie_sampler import kernels
 from trie_sampler.cursor import TrieCursor, as_mode
 from trie_sampler.errors import EngineError, TrieSamplerError, TrieSamplerWarning, VocabMismatchError
+from trie_sampler.gbnf import check_grammar
 from trie_sampler.llama.sampler import new_sampler
 from trie_sampler.llama.vocab import LlamaTokenizer, as_tokenizer
 from trie_sampler.trie import TokenTrie
@@ -79,7 +80,8 @@ class SamplingParams(BaseModel):
         logit_bias: token id -> what is added to its logit; -inf bans it.
         no_perf: do not measure times.
         samplers: names, in the order they act; llama.cpp's spellings ("top_k", "top-k", "topk", "nucleus", ...).
-        grammar: GBNF with a rule ``root``; ``None`` or "" is none.
+        grammar: GBNF with a rule ``root``; ``None`` or "" is none. What llama.cpp's parser would not survive
+            is refused: parentheses 1,000 deep, 20,000 rules, groups and repetitions, ``{m,n}`` with n < m.
         grammar_lazy: the grammar waits for a trigger.
         grammar_triggers: texts and token ids that wake a lazy grammar. Texts are taken literally: llama.cpp also takes
             regular expressions, but ends the process over one that it cannot compile.
@@ -180,6 +182,7 @@ class SamplingParams(BaseModel):
 
     @model_validator(mode="after")
     def _check_grammar(self) -> SamplingParams:
+        check_grammar(self.grammar or "")
         if self.grammar and self.grammar_lazy and not self.grammar_triggers:
             raise ValueError("grammar_lazy: without grammar_triggers the grammar would never constrain")
         for name, is_on in {"infill": "infill" in self.samplers, "ignore_eos": self.ignore_eos}.items():
@@ -294,9 +297,13 @@ class _Builder:
 
     def build(self) -> Any:
         params = self._params
-        self._check_tokens("logit_bias", params.logit_bias)
-        self._check_tokens("stop_tokens", params.stop_tokens)
-        self._check_tokens("grammar_triggers", [t for t in params.grammar_triggers if not isinstance(t, str)])
+        triggers = [token for token in params.grammar_triggers if not isinstance(token, str)]
+        for field, tokens in {
+            "logit_bias": params.logit_bias,
+            "stop_tokens": params.stop_tokens,
+            "grammar_triggers": triggers,
+        }.items():
+            check_tokens(field, tokens, self._tokenizer.n_vocab)
         self._cursor = cursor = self._make_cursor()
         if cursor is not None and params.grammar:
             raise EngineError(
@@ -350,13 +357,6 @@ class _Builder:
             return self._tokenizer.eog_ids
         return tuple(filter(self._tokenizer.is_eog, range(self._tokenizer.n_vocab)))
 
-    def _check_tokens(self, field: str, tokens: Sequence[int] | Mapping[int, float]) -> None:
-        for token in tokens:
-            if not 0 <= token < self._tokenizer.n_vocab:
-                raise VocabMismatchError(
-                    f"{field}: token {token} is not in the vocabulary of {self._tokenizer.n_vocab} tokens"
-                )
-
     # --- the parts -----------------------------------------------------------------------------
 
     def _make(self, part: str) -> None:
@@ -370,19 +370,23 @@ class _Builder:
             "logit_bias": self._make_logit_bias,
             "penalties": self._make_penalties,
             "dry": self._make_dry,
-            "top_n_sigma": lambda: _init("top_n_sigma", params.top_n_sigma),
-            "top_k": lambda: _init("top_k", params.top_k),
-            "typ_p": lambda: _init("typical", params.typ_p, min_keep),
-            "top_p": lambda: _init("top_p", params.top_p, min_keep),
-            "min_p": lambda: _init("min_p", params.min_p, min_keep),
-            "xtc": lambda: _init("xtc", params.xtc_probability, params.xtc_threshold, min_keep, params.seed),
-            "temperature": lambda: _init("temp_ext", params.temp, params.dynatemp_range, params.dynatemp_exponent),
-            "plain_temperature": lambda: _init("temp", params.temp),
-            "infill": lambda: _init("infill", self._vocab),
-            "greedy": lambda: _init("greedy"),
-            "dist": lambda: _init("dist", params.seed),
-            "adaptive_p": lambda: _init("adaptive_p", params.adaptive_target, params.adaptive_decay, params.seed),
-            "mirostat_1": lambda: _init(
+            "top_n_sigma": lambda: init_sampler("top_n_sigma", params.top_n_sigma),
+            "top_k": lambda: init_sampler("top_k", params.top_k),
+            "typ_p": lambda: init_sampler("typical", params.typ_p, min_keep),
+            "top_p": lambda: init_sampler("top_p", params.top_p, min_keep),
+            "min_p": lambda: init_sampler("min_p", params.min_p, min_keep),
+            "xtc": lambda: init_sampler("xtc", params.xtc_probability, params.xtc_threshold, min_keep, params.seed),
+            "temperature": lambda: init_sampler(
+                "temp_ext", params.temp, params.dynatemp_range, params.dynatemp_exponent
+            ),
+            "plain_temperature": lambda: init_sampler("temp", params.temp),
+            "infill": lambda: init_sampler("infill", self._vocab),
+            "greedy": lambda: init_sampler("greedy"),
+            "dist": lambda: init_sampler("dist", params.seed),
+            "adaptive_p": lambda: init_sampler(
+                "adaptive_p", params.adaptive_target, params.adaptive_decay, params.seed
+            ),
+            "mirostat_1": lambda: init_sampler(
                 "mirostat",
                 self._tokenizer.n_vocab,
                 params.seed,
@@ -390,7 +394,7 @@ class _Builder:
                 params.mirostat_eta,
                 _MIROSTAT_M,
             ),
-            "mirostat_2": lambda: _init("mirostat_v2", params.seed, params.mirostat_tau, params.mirostat_eta),
+            "mirostat_2": lambda: init_sampler("mirostat_v2", params.seed, params.mirostat_tau, params.mirostat_eta),
         }
         sampler = makers[part]()
         if sampler is not None:
@@ -423,11 +427,11 @@ class _Builder:
         params = self._params
         text = (params.grammar or "").encode()
         if not params.grammar_lazy:
-            return _init("grammar", self._vocab, text, b"root")
+            return init_sampler("grammar", self._vocab, text, b"root")
         # llama.cpp's own escaping of a trigger word, ``regex_escape`` in ``common/common.cpp``.
         words = [re.sub(r"[.^$|()*+?\[\]{}\\]", r"\\\g<0>", t) for t in params.grammar_triggers if isinstance(t, str)]
         tokens = [t for t in params.grammar_triggers if not isinstance(t, str)]
-        return _init(
+        return init_sampler(
             "grammar_lazy_patterns",
             self._vocab,
             text,
@@ -448,7 +452,7 @@ class _Builder:
         array = (llama_cpp.llama_logit_bias * len(biases))(
             *(llama_cpp.llama_logit_bias(*pair) for pair in biases.items())
         )
-        return _init("logit_bias", self._tokenizer.n_vocab, len(biases), array)
+        return init_sampler("logit_bias", self._tokenizer.n_vocab, len(biases), array)
 
     def _suppressed(self) -> list[int]:
         """Tokens that the model's file says never to sample, but for those of the trie."""
@@ -467,7 +471,7 @@ class _Builder:
         numbers = (params.penalty_last_n, params.penalty_repeat, params.penalty_freq, params.penalty_present)
         # Older llama.cpp does not ask for the size of the vocabulary.
         takes_n_vocab = _n_arguments("penalties") == len(numbers) + 1
-        return _init("penalties", *([self._tokenizer.n_vocab] if takes_n_vocab else []), *numbers)
+        return init_sampler("penalties", *([self._tokenizer.n_vocab] if takes_n_vocab else []), *numbers)
 
     def _make_dry(self) -> Any:
         params = self._params
@@ -477,7 +481,18 @@ class _Builder:
         # Older llama.cpp asks for the training context, its limit of a window.
         takes_n_ctx = _n_arguments("dry") == len(numbers) + 4
         n_ctx = [llama_cpp.llama_model_n_ctx_train(self._model)] if takes_n_ctx else []
-        return _init("dry", self._vocab, *n_ctx, *numbers, array, len(breakers))
+        return init_sampler("dry", self._vocab, *n_ctx, *numbers, array, len(breakers))
+
+
+def check_tokens(field: str, tokens: Iterable[int], n_vocab: int) -> None:
+    """Refuse ids that a vocabulary does not have.
+
+    Raises:
+        VocabMismatchError: names the field and the id.
+    """
+    for token in tokens:
+        if not 0 <= token < n_vocab:
+            raise VocabMismatchError(f"{field}: token {token} is not in the vocabulary of {n_vocab} tokens")
 
 
 def _function(name: str) -> Any:
@@ -493,8 +508,12 @@ def _n_arguments(name: str) -> int:
     return len(_function(name).argtypes)
 
 
-def _init(name: str, *arguments: Any) -> Any:
-    """A new sampler; never NULL, for adding that to a chain kills the process."""
+def init_sampler(name: str, *arguments: Any) -> Any:
+    """``llama_sampler_init_NAME(*arguments)``; never NULL, for adding that to a chain kills the process.
+
+    Raises:
+        EngineError: the installed llama-cpp-python lacks it, or it made none.
+    """
     sampler = _function(name)(*arguments)
     if not sampler:
         reason = "the grammar does not parse, llama.cpp's log says where" if "grammar" in name else "no reason given"

@@ -49,6 +49,7 @@ class Decoder:
         self._row_type = ctypes.c_float * llm.n_vocab()
         self._row: npt.NDArray[np.float32] | None
         self.replace(tokens)
+        self.restart_count()
 
     @property
     def room(self) -> int:
@@ -75,10 +76,9 @@ class Decoder:
         self._row = None
 
     def replace(self, tokens: Iterable[int]) -> None:
-        """Make it another sequence, counted anew; what both begin with stays evaluated."""
+        """Make it another sequence; what both begin with stays evaluated."""
         self.tokens: list[int] = list(tokens)
         self._row = None
-        self.restart_count()
 
     def restart_count(self) -> None:
         """Count from here: the next row is the first again."""

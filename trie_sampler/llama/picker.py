@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import weakref
 from collections.abc import Iterable, Sequence
@@ -13,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import Llama
 
+from trie_sampler.automaton import PieceIndex
 from trie_sampler.errors import EngineError
-from trie_sampler.llama.chain import SamplingParams, build_sampler_chain
+from trie_sampler.llama.chain import SamplingParams, build_sampler_chain, check_tokens, init_sampler
 from trie_sampler.llama.vocab import as_tokenizer
-from trie_sampler.tokens import tokenize_alone
+from trie_sampler.tokens import Tokenizer
 
 # A candidate of llama.cpp: ``llama_token_data``, checked in ``llama/abi``.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -30,43 +30,43 @@ class Picker:
         params: what to sample by.
 
     Raises:
-        EngineError, ValueError: see ``build_sampler_chain``.
+        EngineError, VocabMismatchError: see ``build_sampler_chain``.
     """
 
     def __init__(self, llm: Llama, params: SamplingParams) -> None:
         self.params = params
         self._llm = llm
-        chain = build_sampler_chain(llm, params)
-        self._chain = chain
+        self._grammar = _Grammar.of(llm, params) if params.grammar else None
+        plain = params.model_copy(update={"grammar": None, "grammar_lazy": False, "grammar_triggers": ()})
+        self._chain = chain = build_sampler_chain(llm, plain)
         self._finalizer = weakref.finalize(self, llama_cpp.llama_sampler_free, chain)
-        # The grammar, where there is one, is the first of the chain.
-        pointer = llama_cpp.llama_sampler_chain_get(chain, 0) if params.grammar else None
-        self._grammar = None if pointer is None else _Grammar(llm, params, pointer)
         self._candidates = np.zeros(llm.n_vocab(), _CANDIDATE)
         self._ids = np.arange(llm.n_vocab(), dtype=np.int32)
 
     def pick(self, row: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_] | None = None) -> int:
-        """Draw a token; the chain does not take it in yet, see ``accept``. O(V).
+        """Draw a token; the samplers do not take it in yet, see ``accept``. O(V).
 
         Args:
             row: [V] float32 logits, left as they are.
             allowed: [V] bool, tokens that may come; ``None`` is all.
 
         Raises:
-            EngineError: the grammar, or ``allowed``, leaves nothing.
+            EngineError: grammar, biases and ``allowed`` together leave nothing.
         """
         candidates = self._candidates
         candidates["id"] = self._ids
         candidates["logit"] = row if allowed is None else np.where(allowed, row, -np.inf)
         candidates["p"] = 0.0
         array = _array_of(candidates)
+        if self._grammar is not None:
+            self._grammar.apply(array)
         llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
-        if not 0 <= array.selected < array.size:
-            raise EngineError("the samplers left no token to pick")
+        # Where everything is at -inf, llama.cpp picks one all the same.
+        if not 0 <= array.selected < array.size or array.data[array.selected].logit == -np.inf:
+            raise EngineError("the grammar or the samplers leave none of the tokens that may come here")
         token = int(array.data[array.selected].id)
         if not self.allows(token) or (allowed is not None and not allowed[token]):
-            # Where everything is at -inf, llama.cpp picks one all the same.
-            raise EngineError("the grammar allows none of the tokens that may come here")
+            raise EngineError(f"the grammar does not allow token {token}, which the samplers picked")
         return token
 
     def allows(self, token: int) -> bool:
@@ -86,92 +86,155 @@ class Picker:
         """Take a token that enters the context into every sampler.
 
         Raises:
-            EngineError: the grammar does not take it; nothing changed. llama.cpp would end the process.
+            EngineError: the grammar does not take it; nothing changed.
         """
         if self._grammar is not None:
-            self._grammar.require((token,))
-            self._grammar.hear(token)
+            self._grammar.accept(token)
         llama_cpp.llama_sampler_accept(self._chain, token)
 
     def replay(self, tokens: Iterable[int]) -> None:
         """Take in tokens from before the grammar began: every sampler but the grammar."""
-        first = 0 if self._grammar is None else 1
         for token in tokens:
-            for place in range(first, llama_cpp.llama_sampler_chain_n(self._chain)):
-                llama_cpp.llama_sampler_accept(llama_cpp.llama_sampler_chain_get(self._chain, place), token)
+            llama_cpp.llama_sampler_accept(self._chain, token)
 
     def close(self) -> None:
-        """Free the chain."""
+        """Free the samplers."""
         self._finalizer()
+        if self._grammar is not None:
+            self._grammar.close()
 
 
 class _Grammar:
-    """What llama.cpp's grammar sampler would take; it ends the process over anything else.
+    """llama.cpp's grammar sampler, asked before every token: over one that does not fit it ends the process.
 
-    A lazy grammar takes everything until a trigger, and then has to take the text from the trigger on. So that
-    text is tried on a grammar that is awake.
+    A lazy grammar lets everything through until a trigger, and then has to take all from the trigger on. It sleeps
+    here and not in llama.cpp, whose own cannot be asked what it would refuse on waking.
+
+    Args:
+        tokenizer: the vocabulary.
+        sampler: ``llama_sampler *`` of a grammar that has taken nothing yet; owned from now on.
+        triggers: texts, in UTF-8, and token ids that wake it; ``None`` where it is awake.
     """
 
-    def __init__(self, llm: Llama, params: SamplingParams, pointer: Any) -> None:
-        self._tokenizer = as_tokenizer(llm)
-        self._vocab = llama_cpp.llama_model_get_vocab(llm.model)
-        self._params = params
-        self._pointer = pointer
-        self._sleeps = params.grammar_lazy
-        self._heard = ""
+    def __init__(
+        self, tokenizer: Tokenizer, sampler: Any, triggers: tuple[frozenset[bytes], frozenset[int]] | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._triggers = triggers
+        # While it sleeps: the last tokens and their bytes, as many as a trigger can reach back.
+        self._heard: list[tuple[int, bytes]] = []
+        self._own(sampler)
+
+    @classmethod
+    def of(cls, llm: Llama, params: SamplingParams) -> _Grammar:
+        tokenizer = as_tokenizer(llm)
+        texts = frozenset(text.encode() for text in params.grammar_triggers if isinstance(text, str))
+        ids = frozenset(token for token in params.grammar_triggers if not isinstance(token, str))
+        check_tokens("grammar_triggers", ids, tokenizer.n_vocab)
+        vocab = llama_cpp.llama_model_get_vocab(llm.model)
+        sampler = init_sampler("grammar", vocab, (params.grammar or "").encode(), b"root")
+        return cls(tokenizer, sampler, (texts, ids) if params.grammar_lazy else None)
+
+    def _own(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._finalizer = weakref.finalize(self, llama_cpp.llama_sampler_free, sampler)
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def apply(self, array: Any) -> None:
+        """Set the candidates that it does not take to -inf."""
+        if self._triggers is None:
+            llama_cpp.llama_sampler_apply(self._sampler, ctypes.byref(array))
 
     def allows(self, token: int) -> bool:
-        if not self._sleeps:
-            return _allows(self._pointer, token)
-        woken = self._text_on_waking(token)
-        return woken is None or self._takes(woken)
+        if self._triggers is None:
+            return _allows(self._sampler, token)
+        return not self._wakes(token) or self._try_waking(token, keep=False)
+
+    def accept(self, token: int) -> None:
+        if self._triggers is None:
+            if not _allows(self._sampler, token):
+                raise _refusal(token)
+            llama_cpp.llama_sampler_accept(self._sampler, token)
+        elif not self._wakes(token):
+            self._heard.append((token, self._piece_of(token)))
+            self._forget()
+        elif not self._try_waking(token, keep=True):
+            raise _refusal(token)
 
     def require(self, tokens: Sequence[int]) -> None:
-        if len(tokens) == 1:
-            if not self.allows(tokens[0]):
-                raise _refusal(tokens[0])
-            return
-        clone = llama_cpp.llama_sampler_clone(self._pointer)
-        trial = copy.copy(self)
-        trial._pointer = clone
+        trial = _Grammar(self._tokenizer, llama_cpp.llama_sampler_clone(self._sampler), self._triggers)
+        trial._heard = self._heard.copy()
         try:
             for token in tokens:
-                trial.require((token,))
-                trial.hear(token)
-                llama_cpp.llama_sampler_accept(clone, token)
+                trial.accept(token)
         finally:
-            llama_cpp.llama_sampler_free(clone)
+            trial.close()
 
-    def hear(self, token: int) -> None:
-        """The token is about to be accepted."""
-        if self._sleeps:
-            self._sleeps = self._text_on_waking(token) is None
-            self._heard += self._text_of(token)
+    # --- asleep --------------------------------------------------------------------------------
 
-    def _text_on_waking(self, token: int) -> str | None:
-        """The text that the grammar has to take if the token wakes it; None if it does not."""
-        if token in self._params.grammar_triggers:
-            return self._text_of(token)
-        heard = self._heard + self._text_of(token)
-        for trigger in self._params.grammar_triggers:
-            if isinstance(trigger, str) and trigger in heard:
-                return heard[heard.index(trigger) :]
-        return None
+    def _wakes(self, token: int) -> bool:
+        texts, ids = self._triggers or ((), ())
+        heard = b"".join(piece for _, piece in self._heard) + self._piece_of(token)
+        return token in ids or any(text in heard for text in texts)
 
-    def _takes(self, text: str) -> bool:
-        pointer = llama_cpp.llama_sampler_init_grammar(self._vocab, (self._params.grammar or "").encode(), b"root")
-        try:
-            # A grammar reads characters: which tokens bring them does not matter.
-            for token in tokenize_alone(self._tokenizer, text.encode()):
-                if not _allows(pointer, token):
-                    return False
-                llama_cpp.llama_sampler_accept(pointer, token)
-            return True
-        finally:
-            llama_cpp.llama_sampler_free(pointer)
+    def _try_waking(self, token: int, *, keep: bool) -> bool:
+        """Whether the grammar takes everything from the trigger on; ``keep`` makes it so."""
+        trial = llama_cpp.llama_sampler_clone(self._sampler)
+        is_taken = all(_take(trial, each) for each in self._from_trigger_on(token))
+        if is_taken and keep:
+            self._finalizer()
+            self._own(trial)
+            self._triggers, self._heard = None, []
+        else:
+            llama_cpp.llama_sampler_free(trial)
+        return is_taken
 
-    def _text_of(self, token: int) -> str:
-        return self._tokenizer.detokenize((token,), special=True).decode("utf-8", "replace")
+    def _from_trigger_on(self, token: int) -> Iterable[int | None]:
+        """Tokens from the first trigger on; ``None`` stands for a byte that no token writes."""
+        texts, ids = self._triggers or ((), ())
+        if token in ids:
+            return [token]
+        heard = [*self._heard, (token, self._piece_of(token))]
+        text = b"".join(piece for _, piece in heard)
+        start = min(place for trigger in texts if (place := text.find(trigger)) >= 0)
+        tokens: list[int | None] = []
+        for each, piece in heard:
+            if start <= 0:
+                tokens.append(each)
+            else:
+                # A token that the trigger begins inside of: its last bytes, each for itself.
+                tokens += [_token_of_byte(self._tokenizer, byte) for byte in piece[start:]]
+            start -= len(piece)
+        return tokens
+
+    def _forget(self) -> None:
+        """Let go of tokens that no trigger can reach back to."""
+        texts, _ = self._triggers or ((), ())
+        reach = max(map(len, texts), default=1) - 1
+        n_bytes = sum(len(piece) for _, piece in self._heard)
+        while self._heard and n_bytes - len(self._heard[0][1]) >= reach:
+            n_bytes -= len(self._heard.pop(0)[1])
+
+    def _piece_of(self, token: int) -> bytes:
+        return self._tokenizer.detokenize((token,), special=True)
+
+
+def _take(sampler: Any, token: int | None) -> bool:
+    """Let a grammar take a token, where it does."""
+    if token is None or not _allows(sampler, token):
+        return False
+    llama_cpp.llama_sampler_accept(sampler, token)
+    return True
+
+
+def _token_of_byte(tokenizer: Tokenizer, byte: int) -> int | None:
+    index = PieceIndex.of(tokenizer)
+    for node in range(index.first_child[0], index.first_child[1]):
+        if index.byte[node] == byte and index.first_id[node] < index.first_id[node + 1]:
+            return int(index.ids[index.first_id[node]])
+    return None
 
 
 def _refusal(token: int) -> EngineError:

@@ -1,0 +1,79 @@
+r"""GBNF, llama.cpp's grammars, as text: things put into rules, and what llama.cpp's parser does not survive.
+
+The format is that of ``grammars/README.md`` in llama.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+
+JSON_VALUE = r"""
+value ::= object | array | string | number | "true" | "false" | "null"
+object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? ws "}"
+array ::= "[" ws (value ("," ws value)*)? ws "]"
+string ::= "\"" ([^"\\\x00-\x1f\x7f] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F]))* "\""
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
+ws ::= " "?
+"""
+"""Rules of JSON with at most one space between things: a model cannot stall in white space."""
+
+# llama.cpp's parser calls itself for every parenthesis, and looks for left recursion through every rule; groups
+# and repetitions are rules of its own.
+_DEEPEST = 1_000
+_MOST_RULES = 20_000
+
+_FIRST_PRINTABLE = 0x20
+_RULE_NAME = re.compile(r"^\s*([A-Za-z][\w-]*)\s*::=", re.MULTILINE)
+# Quoted text, a class of characters, a comment; what is never closed goes to the end, or the search for its end
+# would begin anew at every place.
+_OPAQUE = r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\n]*'
+_PART = re.compile(rf"{_OPAQUE}|[A-Za-z][\w-]*", re.DOTALL)
+_MARK = re.compile(rf"{_OPAQUE}|(?P<mark>::=|[()*+?]|\{{\s*(?P<fewest>\d+)\s*(?:,\s*(?P<most>\d*)\s*)?\}})", re.DOTALL)
+
+
+def check_grammar(grammar: str) -> None:
+    """Refuse what makes llama.cpp's parser end the process or never return; other faults it tells itself.
+
+    Raises:
+        ValueError: parentheses nested too deeply, too many rules, or a repetition ``{m,n}`` with n < m.
+    """
+    depth = n_rules = 0
+    for part in _MARK.finditer(grammar):
+        mark = part["mark"]
+        if mark is None:
+            continue
+        depth += {"(": 1, ")": -1}.get(mark, 0)
+        n_rules += mark != ")"
+        if depth > _DEEPEST:
+            raise ValueError(f"the grammar nests parentheses more than {_DEEPEST:,} deep")
+        if n_rules > _MOST_RULES:
+            raise ValueError(f"the grammar has more than {_MOST_RULES:,} rules, groups and repetitions")
+        if part["most"] and int(part["most"][:20]) < int(part["fewest"][:20]):
+            raise ValueError(f"the grammar repeats something {mark}, at least more often than at most")
+
+
+def has_rules(text: str) -> bool:
+    """Whether it is whole rules with a ``root``, and not the right side of one."""
+    return "root" in _RULE_NAME.findall(text)
+
+
+def with_prefix(rules: str, prefix: str) -> str:
+    """Whole rules under names of their own."""
+    names = set(_RULE_NAME.findall(rules))
+    return _PART.sub(lambda part: prefix + part[0] if part[0] in names else part[0], rules)
+
+
+def quote(text: str) -> str:
+    r"""A text as a GBNF literal.
+
+    Example:
+        >>> print(quote('say "hi"'))
+        "say \"hi\""
+    """
+    return '"' + "".join(map(_escape, text)) + '"'
+
+
+def _escape(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return f"\\x{ord(character):02X}" if ord(character) < _FIRST_PRINTABLE else character
