@@ -1384,7 +1384,9 @@ def test_any_integer_is_a_seed(seed: int) -> None:
     assert set(draws(cursor, np.zeros(10, np.float32), 60)) == {3, 5}
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"top_k": 0}, {"top_p": 1}, {"min_p": 0}, {"min_p": 1}, {"top_p": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0}, {"top_k": 0}, {"top_p": 1}, {"min_p": 0}, {"min_p": 1}, {"top_p": 0}]
+)
 def test_sampling_at_the_border_of_its_ranges(settings: dict[str, Any]) -> None:
     cursor = cursor_of(sampling=Sampling(seed=1, **settings))
     assert cursor.sample(np.arange(10, dtype=np.float32)) in (3, 5)

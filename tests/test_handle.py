@@ -742,3 +742,53 @@ class TestMobileBinding:
             _ = abi.eliza_inference_set_token_trie
         # A copy asks for attributes before there are any.
         assert not hasattr(copy.copy(abi), SET)
+
+
+# --- several things go wrong ------------------------------------------------------------------------------------------
+
+
+class UnclearableEngine(Engine):
+    """One that cannot clear."""
+
+    def eliza_inference_clear_token_trie(self, handle: Any) -> None:
+        super().eliza_inference_clear_token_trie(handle)
+        raise OSError("cannot clear")
+
+
+class UnclearableRaisingEngine(UnclearableEngine, RaisingEngine):
+    """One that crashes and cannot clear."""
+
+
+class WrappingEngine(Engine):
+    """One that raises its own for what a callback raises."""
+
+    def say(self, on_token: OnToken, *piece: Any) -> None:
+        try:
+            on_token(*piece)
+        except Exception as error:
+            raise OSError("a callback failed") from error
+
+
+def test_the_first_error_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(OSError, match="the library crashed"):
+        run(UnclearableRaisingEngine(), token_tree_payload=PAYLOAD)
+    assert "could not be cleared" in caplog.text
+    with pytest.raises(OSError, match="cannot clear"):
+        run(UnclearableEngine(), token_tree_payload=PAYLOAD)
+
+
+def test_a_callbacks_error_comes_out_of_an_engine_that_wraps_it() -> None:
+    def on_step(_step: Any) -> None:
+        raise LookupError("mine")
+
+    engine = WrappingEngine()
+    with pytest.raises(LookupError, match="mine") as caught:
+        run(engine, token_tree_payload=PAYLOAD, on_step=on_step)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert engine.calls[-1] == ("clear", HANDLE)
+
+
+@pytest.mark.parametrize("abi", [None, 5, object(), Mock(spec=[PREFILL])])
+def test_no_engine(abi: Any) -> None:
+    with pytest.raises(TypeError, match="an engine needs"):
+        run(abi)

@@ -35,10 +35,13 @@ from trie_sampler import (
 from trie_sampler.automaton import ByteGraph
 from trie_sampler.cursor import TrieCursor
 from trie_sampler.llama.picker import Picker
+from trie_sampler.llama.vocab import as_tokenizer
 from trie_sampler.session import StreamStep
 from trie_sampler.skeleton import FilledSkeleton, ResponseSkeleton, SamplerPlan, SkeletonSpan, SpanOverride
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from llama_cpp import Llama
 
 PROMPT = "action kind:"
@@ -1090,3 +1093,94 @@ def test_the_grammar_of_whole_rules(tiny: Llama) -> None:
 
 def test_the_grammar_of_nothing(tiny: Llama) -> None:
     assert is_taken(tiny, skeleton_of().to_gbnf().source, ())
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how", [{"payload": 5}, {"payload": {"descriptors": []}}, {"plan": {}}, {"plan": [1]}], ids=str
+)
+def test_arguments_of_another_type(tiny: Llama, how: dict[str, Any]) -> None:
+    with StreamSession.open(tiny) as session:
+        session.prefill(PROMPT)
+        before = session.tokens
+        with pytest.raises(TypeError):
+            skeleton_of(literal("a"), enum("x", "y")).fill(session, **how)
+        with pytest.raises(TypeError, match="session"):
+            skeleton_of(literal("a")).fill(tiny)  # type: ignore[arg-type]
+        assert session.tokens == before
+
+
+@pytest.mark.parametrize("rule", ["(", "unknown-rule", '"a"{2,1}', "(" * 5_000])
+def test_a_bad_rule_is_refused_before_anything_is_written(
+    tiny: Llama, rule: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with StreamSession.open(tiny) as session:
+        session.prefill(PROMPT)
+        before = session.tokens
+        with pytest.raises((ValueError, EngineError), match="grammar"):
+            skeleton_of(literal("a "), span("number"), span("free-json", "b", rule=rule)).fill(session)
+        assert session.tokens == before
+    capfd.readouterr()
+
+
+def test_a_callback_cannot_change_the_session(tiny: Llama) -> None:
+    refused: list[str] = []
+    with StreamSession.open(tiny) as session:
+        session.prefill(PROMPT)
+
+        def meddle(_chunk: str) -> None:
+            for call in (lambda: session.splice("!"), lambda: session.prefill("a"), session.clear_token_trie):
+                with pytest.raises(EngineError, match="generating"):
+                    call()
+                refused.append("")
+
+        spans = in_object(enum("red", "blue", key="a"), span("number", "n"), span("boolean", "b"))
+        filled = skeleton_of(*spans).fill(session, on_text_chunk=meddle)
+        assert len(refused) > 6
+        assert json.loads(filled.text) == filled.values
+        assert tiny.detokenize(list(session.tokens)).decode().endswith(filled.text)
+
+
+def test_a_grammar_from_before_does_not_reach_into_an_answer(tiny: Llama) -> None:
+    with StreamSession.open(tiny) as session:
+        session.prefill(PROMPT)
+        session.generate(2, grammar="root ::= [0-9]+", temperature=0.0)
+        filled = skeleton_of(*in_object(enum("red", "blue"), span("free-string", "s", max_tokens=3))).fill(session)
+        assert json.loads(filled.text) == filled.values
+
+
+def test_a_payload_of_other_tokens_is_spelled_anew(tiny: Llama) -> None:
+    """Its tokens are another model's: the names are what counts between quotes."""
+    leaves = [{"name": "red", "tokens": [300, 301]}, {"name": "green", "tokens": [302]}]
+    payload = TokenTreePayload(model_id="other", descriptors=[{"path": "a", "leaves": leaves}])
+    with pytest.warns(TrieSamplerWarning, match="spelled anew"):
+        filled = fill(tiny, *in_object(span("enum")), payload=payload)
+    assert json.loads(filled.text) == filled.values
+    assert filled.values["a"] in ("red", "green")
+
+
+def test_a_payload_of_names_with_a_space_is_spelled_anew(tiny: Llama) -> None:
+    """As many make it: the space in front belongs to the tokens, and not to the value."""
+    tokens = [as_tokenizer(tiny).tokenize(f" {name}".encode()) for name in ("red", "green")]
+    leaves = [{"name": name, "tokens": list(ids)} for name, ids in zip(("red", "green"), tokens, strict=True)]
+    payload = TokenTreePayload(model_id="tiny", descriptors=[{"path": "a", "leaves": leaves}])
+    with pytest.warns(TrieSamplerWarning, match="spelled anew"):
+        filled = fill(tiny, *in_object(span("enum")), payload=payload)
+    assert json.loads(filled.text) == filled.values
+
+
+@pytest.mark.parametrize("filler", ["long words ", "x", "\u7530"])
+def test_literals_longer_than_a_choice_may_be(tiny_model_path: Path, filler: str) -> None:
+    from llama_cpp import Llama
+
+    llm = Llama(str(tiny_model_path), n_ctx=40_000, n_threads=2, verbose=False)
+    around = (filler * 12_000)[:12_000]
+    with StreamSession.open(llm) as session:
+        n_prompt = session.prefill(PROMPT)
+        spans = [literal(around), enum("red", "blue"), literal(around[:300])]
+        filled = skeleton_of(*spans).fill(session)
+        assert filled.text == f'{around}"{filled.values["a"]}"{around[:300]}'
+        assert llm.detokenize(list(session.tokens[n_prompt:])).decode() == filled.text
+    llm.close()

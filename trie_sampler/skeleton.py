@@ -375,16 +375,18 @@ class _Filler:
 
     def _bind_descriptor(self, path: str) -> None:
         """Keep a descriptor of the payload, if its tokens spell its names."""
-        binding = self._session.bind(self._payload, path=path)
-        for name, tokens in binding.trie.leaves() if binding.trie is not None else ():
-            text = self._session.tokenizer.detokenize(tokens)
-            if text != name.encode():
-                warn(
-                    f"{path!r}: the payload's tokens of {name!r} spell {text!r} with this vocabulary; its names are "
-                    "spelled anew"
-                )
-                return
-        self._descriptors[path] = binding
+        tokenizer = self._session.tokenizer
+        for descriptor in self._payload.descriptors if self._payload is not None else ():
+            for leaf in descriptor.leaves if descriptor.path == path else ():
+                is_known = all(token < tokenizer.n_vocab for token in leaf.tokens)
+                text = tokenizer.detokenize(leaf.tokens) if is_known else b""
+                if is_known and text != leaf.name.encode():
+                    warn(
+                        f"{path!r}: the payload's tokens of {leaf.name!r} spell {text!r} with this vocabulary; its "
+                        "names are spelled anew"
+                    )
+                    return
+        self._descriptors[path] = self._session.bind(self._payload, path=path)
 
     # --- literals ------------------------------------------------------------------------------
 

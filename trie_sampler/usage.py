@@ -17,7 +17,8 @@ class Usage:
         n_tokens: tokens that came out, end tokens left out.
         forward_passes_total: what a token-by-token run of the same tokens decodes after the prompt: one for
             each token but the last, and one more where the model was asked whether to stop.
-        forward_passes_saved: that minus the decodes made after the prompt.
+        forward_passes_saved: that minus the decodes made after the prompt; negative where a callback used the
+            ``Llama``, and the text had to be evaluated again.
         decodes: calls of ``llama_decode``, the prompt's among them.
         skip_ratio_mean: mean over the steps inside tries, forced ones included, of the share of candidates that
             the trie ruled out: (V - valid) / V; 0 where there were none.
