@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from trie_sampler.errors import EngineError, UnknownPathError
 from trie_sampler.llama.decoder import Decoder
 from trie_sampler.llama.forest import MAX_EXTRA, N_SEQUENCES, Forest, Twig
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_engine
+from trie_sampler.progress import Progress
 from trie_sampler.scores import (
     NORMALIZATIONS,
     Floats,
@@ -117,12 +118,17 @@ class Growth:
 
     def evaluate_all(self, nodes: Sequence[int], scores: PathScores) -> None:
         """Evaluate inner nodes, parents before children: as one batch where sequences and memory allow."""
-        if self._decoder is not None:
-            self._one_by_one(nodes, scores)
-            return
-        ends = [node for node in nodes if not self._has_inner_child(node)]
-        for start in range(0, len(ends), self._n_sequences):
-            self._evaluate_branches(ends[start : start + self._n_sequences], scores)
+        with Progress("evaluating nodes", len(nodes)) as progress:
+            if self._decoder is not None:
+                for node in nodes:
+                    self._one_by_one([node], scores)
+                    progress.advance()
+                return
+            ends = [node for node in nodes if not self._has_inner_child(node)]
+            for start in range(0, len(ends), self._n_sequences):
+                n_before = scores.n_evaluated
+                self._evaluate_branches(ends[start : start + self._n_sequences], scores)
+                progress.advance(scores.n_evaluated - n_before)
 
     def _evaluate_branches(self, ends: Sequence[int], scores: PathScores) -> None:
         """Evaluate all nodes above and at ``ends``, each end with a sequence of its own."""
@@ -288,30 +294,16 @@ def search(
     growth = Growth(llm, trie, root, prompt, paths)
     first_row = growth.begin(len(inner))
     opened = set(scores.evaluate(root, first_row))
+
+    def bounds() -> tuple[Floats, Floats, Floats]:
+        return _bounds(trie, paths, scores, normalize, offsets)
+
     is_certain = True
     if n_best is None:
         growth.evaluate_all(inner, scores)
     else:
-        while opened:
-            lower, upper, path_upper = _bounds(trie, paths, scores, normalize, offsets)
-            if _is_settled(lower, upper, n_best):
-                break
-            n_nodes = min(max(_FEWEST_A_ROUND, scores.n_evaluated // 4), growth.most_a_round)
-            if max_nodes is not None:
-                n_nodes = min(n_nodes, max_nodes - scores.n_evaluated)
-            if n_nodes <= 0:
-                is_certain = False
-                break
-            # Bounds only sink and scores only rise: a node that cannot reach the best never will.
-            needed = float(np.partition(lower, -n_best)[-n_best]) if n_best <= len(lower) else -np.inf
-            worth = {node: float(path_upper[paths.first[node] : paths.last[node]].max()) for node in opened}
-            opened = {node for node in opened if worth[node] > needed}
-            chosen = sorted(sorted(opened, key=lambda node: (-worth[node], node))[:n_nodes])
-            growth.evaluate_some(chosen, scores)
-            opened.difference_update(chosen)
-            for node in chosen:
-                opened.update(scores.opened_by(node))
-    lower, upper, _ = _bounds(trie, paths, scores, normalize, offsets)
+        is_certain = _search_best(growth, paths, scores, opened, bounds, n_best, max_nodes)
+    lower, upper, _ = bounds()
     leaves = np.unique(paths.leaf)
     order = leaves[np.argsort(-lower[leaves], kind="stable")]
     stats = {
@@ -324,6 +316,39 @@ def search(
         "seconds": time.perf_counter() - start,
     }
     return Ranking(lower, upper, order, scores.valid_mass, stats)
+
+
+def _search_best(
+    growth: Growth,
+    paths: Paths,
+    scores: PathScores,
+    opened: set[int],
+    bounds: Callable[[], tuple[Floats, Floats, Floats]],
+    n_best: int,
+    max_nodes: int | None,
+) -> bool:
+    """Evaluate open nodes, most promising first, until the best are certain; False where ``max_nodes`` came first."""
+    with Progress("evaluating nodes", max_nodes) as progress:
+        while opened:
+            lower, upper, path_upper = bounds()
+            if _is_settled(lower, upper, n_best):
+                return True
+            n_nodes = min(max(_FEWEST_A_ROUND, scores.n_evaluated // 4), growth.most_a_round)
+            if max_nodes is not None:
+                n_nodes = min(n_nodes, max_nodes - scores.n_evaluated)
+            if n_nodes <= 0:
+                return False
+            # Bounds only sink and scores only rise: a node that cannot reach the best never will.
+            needed = float(np.partition(lower, -n_best)[-n_best]) if n_best <= len(lower) else -np.inf
+            worth = {node: float(path_upper[paths.first[node] : paths.last[node]].max()) for node in opened}
+            opened = {node for node in opened if worth[node] > needed}
+            chosen = sorted(sorted(opened, key=lambda node: (-worth[node], node))[:n_nodes])
+            growth.evaluate_some(chosen, scores)
+            progress.advance(len(chosen))
+            opened.difference_update(chosen)
+            for node in chosen:
+                opened.update(scores.opened_by(node))
+    return True
 
 
 def _search_graph(
@@ -345,20 +370,24 @@ def _search_graph(
     growth = GraphGrowth(llm, trie, scores.root, prompt)
     opened = set(scores.evaluate(scores.root, growth.begin(N_SEQUENCES * trie.depth)))
     is_certain = True
-    while opened:
-        lower, upper = scores.bounds(opened)
-        if offsets is not None:
-            lower, upper = lower + offsets, upper + offsets
-        if scores.tail(opened) <= _TAIL or (n_best is not None and _is_settled(lower, upper, n_best)):
-            break
-        if scores.n_evaluated >= limit:
-            is_certain = False
-            break
-        chosen = sorted(opened, key=lambda way: -way.logprob)[: min(growth.most_a_round, limit - scores.n_evaluated)]
-        growth.evaluate_some(chosen, scores)
-        opened.difference_update(chosen)
-        for way in chosen:
-            opened.update(scores.opened_by(way))
+    with Progress("evaluating ways", limit) as progress:
+        while opened:
+            lower, upper = scores.bounds(opened)
+            if offsets is not None:
+                lower, upper = lower + offsets, upper + offsets
+            if scores.tail(opened) <= _TAIL or (n_best is not None and _is_settled(lower, upper, n_best)):
+                break
+            if scores.n_evaluated >= limit:
+                is_certain = False
+                break
+            chosen = sorted(opened, key=lambda way: -way.logprob)[
+                : min(growth.most_a_round, limit - scores.n_evaluated)
+            ]
+            growth.evaluate_some(chosen, scores)
+            progress.advance(len(chosen))
+            opened.difference_update(chosen)
+            for way in chosen:
+                opened.update(scores.opened_by(way))
     lower, upper = scores.bounds(opened)
     if offsets is not None:
         lower, upper = lower + offsets, upper + offsets

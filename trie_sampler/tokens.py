@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from trie_sampler.choices import Choices, Spelling
 from trie_sampler.errors import VocabMismatchError, warn
+from trie_sampler.progress import Progress
+
+_T = TypeVar("_T")
 
 OPENERS = "\"'`([{<«“‘„‹「『（"
 """After one of these a word begins without a space."""
@@ -40,9 +43,6 @@ FINGERPRINT_FORM = "vocab-sha256:"
 
 MAX_TEXT_LENGTH = 10_000
 """Characters of a choice. Some vocabularies' regular expressions recurse once a character and end the process."""
-
-_LONG_WORK = 20_000
-"""Choices from which on progress is shown, where tqdm is installed and somebody looks."""
 
 
 @runtime_checkable
@@ -475,16 +475,11 @@ def _find_mixed_leads(choices: Choices, spelling: Spelling) -> list[str]:
     return [doubt]
 
 
-def _with_progress(forms: Iterable[Any], n_choices: int) -> Iterable[Any]:
-    """Show a bar on a terminal or in a notebook for long work, where tqdm is installed."""
-    if n_choices < _LONG_WORK:
-        return forms
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return forms
-    # disable=None: silent where nobody looks, as in a log file.
-    return tqdm(forms, total=n_choices, desc="tokenizing choices", disable=None, delay=1.0)  # type: ignore[no-any-return]
+def _with_progress(forms: Iterable[_T], n_choices: int) -> Iterator[_T]:
+    with Progress("tokenizing choices", n_choices) as progress:
+        for form in forms:
+            yield form
+            progress.advance()
 
 
 def _shown(text: bytes) -> str:
