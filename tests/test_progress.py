@@ -59,9 +59,15 @@ def test_long_work_shows_one_bar(bars: list[Bar], monkeypatch: pytest.MonkeyPatc
 
 def test_an_error_closes_the_bar(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE", -1.0)
-    with pytest.raises(LookupError), Progress("counting") as progress:
-        progress.advance()
-        raise LookupError
+    progress = Progress("counting")
+
+    def work() -> None:
+        with progress:
+            progress.advance()
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        work()
     assert bars[0].is_closed
 
 
