@@ -543,3 +543,35 @@ def test_chat_and_the_same_ids_by_hand(llm: Llama) -> None:
     comp = choose(llm, prompt_tokens(llm, messages), ["yes", "no"])
     assert comp.tokens == ref.tokens
     assert not set(ref.tokens).intersection({llm.token_bos(), *eog_ids(llm)})
+
+
+# --- step by step -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["greedy", "sample"])
+def test_steps_of_a_walk_make_up_its_numbers(tiny: Llama, method: str) -> None:
+    for seed in range(5):
+        choice = choose(tiny, PROMPT, ["STOP", "STOP it", "redwood", "red"], method=method, seed=seed)
+        assert sum(step.logprob for step in choice.steps) == pytest.approx(choice.logprob)
+        assert "".join(step.text for step in choice.steps) == choice.text
+        assert tuple(step.token for step in choice.steps if step.text) == choice.tokens
+        margins = [step.margin for step in choice.steps if step.margin is not None]
+        assert min(margins, default=None) == choice.margin
+        assert sum(step.is_forced for step in choice.steps) == choice.stats["forced_steps"]
+        assert all(step.logprob == 0 and step.margin is None for step in choice.steps if step.is_forced)
+    assert "steps" not in choice.to_dict()
+    assert json.loads(json.dumps(choice.to_dict(steps=True)))["steps"][0]["token"] == choice.tokens[0]
+
+
+@pytest.mark.parametrize("settings", [{"method": "best"}, {"method": "sample", "normalize": "joint"}])
+def test_steps_of_a_whole_choice_only_on_demand(tiny: Llama, settings: dict[str, Any]) -> None:
+    assert choose(tiny, PROMPT, ["red", "blue"], **settings).steps == ()
+    choice = choose(tiny, PROMPT, ["red", "redwood", "blue"], steps=True, **settings)
+    assert sum(step.logprob for step in choice.steps) == pytest.approx(choice.stats["score"], abs=1e-3)
+    assert choice.text == "".join(step.text for step in choice.steps)
+
+
+def test_unknown_settings_are_named_after_the_door(tiny: Llama) -> None:
+    for method in ("greedy", "best", "sample"):
+        with pytest.raises(TypeError, match=r"choose\(\) got an unexpected keyword argument 'foo'"):
+            choose(tiny, PROMPT, ["a", "b"], method=method, foo=1)

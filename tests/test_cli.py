@@ -389,7 +389,7 @@ def test_chat_without_a_template_is_refused(run: Run, tmp_path: Path) -> None:
         (["--prompt", "x", "--choices-file", "numbers.json"], "must hold a list of strings, or an object"),
         (["--prompt", "x", "--choices-file", "nested.json"], "must hold a list of strings, or an object"),
         (["--prompt", "x", "--choices-file", "surrogate.json"], "surrogate.json: '\\ud800' is not valid"),
-        (["--prompt", "x", "--choice", "a", "--method", "sample", "--top-p", "3"], "top_p must be in (0, 1], got 3.0"),
+        (["--prompt", "x", "--choice", "a", "--method", "sample", "--top-p", "3"], "top_p must be in [0, 1], got 3.0"),
         (["--prompt", "x" * 3000, "--choice", "a", "--n-ctx", "256"], "n_ctx="),
         (["--prompt", "x" * 3000, "--choice", "a", "--n-ctx", "256"], "(--n-ctx)"),
     ],

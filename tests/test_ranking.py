@@ -1281,3 +1281,22 @@ def test_real_models_leaf_by_leaf(llm: Llama, monkeypatch: pytest.MonkeyPatch) -
     for choice in ref:
         assert choice.stats["score"] == pytest.approx(comp[choice.name].stats["score"], abs=0.7)
         assert choice.probability == pytest.approx(comp[choice.name].probability, abs=0.2)
+
+
+def test_steps_make_up_the_score(tiny: Llama) -> None:
+    """Of the likeliest path, where a choice has several."""
+    for normalize in UNCALIBRATED:
+        ranked = rank(tiny, PROMPT, PHRASES, normalize=normalize, steps=True, lead=" ")
+        for choice in ranked:
+            total = sum(step.logprob for step in choice.steps)
+            n_tokens = len(choice.tokens) if normalize == "token_length_normalized" else 1
+            assert total / n_tokens == pytest.approx(choice.stats["score"], abs=1e-6)
+            assert "".join(step.text for step in choice.steps) == choice.text
+            assert all(step.logprob <= 1e-9 for step in choice.steps)
+        assert all(choice.steps == () for choice in rank(tiny, PROMPT, PHRASES, normalize=normalize))
+
+
+def test_steps_of_what_is_not_evaluated_stop_early(tiny: Llama) -> None:
+    for choice in rank(tiny, PROMPT, PHRASES, top_k=30, max_nodes=3, steps=True):
+        assert choice.text.startswith("".join(step.text for step in choice.steps))
+    assert all(choice.steps == () for choice in rank(tiny, PROMPT, CHOICES, tokenization="every", steps=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import numpy as np
 
 from trie_sampler.automaton import forget_pieces
 from trie_sampler.cache import Recent
-from trie_sampler.choice import Choice, walk_numbers
+from trie_sampler.choice import Choice, ChoiceStep, walk_numbers
 from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import Step, TrieCursor
 from trie_sampler.errors import VocabMismatchError, warn
@@ -275,6 +276,7 @@ class Binding:
             complete: whether the leaf was ended, where the cursor does not tell.
             end: the decision to stop, where it is not the last of ``steps``.
         """
+        walked = steps if end is None else [*steps, end]
         picks = [step.token for step in steps]
         while picks and (picks[-1] == END or self._tokenizer.is_eog(picks[-1])):
             picks.pop()
@@ -292,15 +294,33 @@ class Binding:
             tokens=tuple(picks),
             complete=complete,
             valid_mass=valid_mass,
-            **walk_numbers(steps if end is None else [*steps, end]),
+            steps=tuple(self._detail(step) for step in walked),
+            **walk_numbers(walked),
         )
 
-    def name_choice(self, trie: TokenTrie, root: int, leaf: int) -> dict[str, Any]:
-        """``name``, ``value``, ``index``, ``text`` and ``tokens`` of a leaf that no walk came to: its first path's."""
+    def _detail(self, step: Step) -> ChoiceStep:
+        margin = None if math.isinf(step.margin) else step.margin
+        return ChoiceStep(step.token, self.text_of(step.token), step.logprob, margin, step.is_forced)
+
+    def text_of(self, token: int) -> str:
+        """What a token adds; nothing for END and end tokens."""
+        if token == END or self._tokenizer.is_eog(token):
+            return ""
+        return self._tokenizer.detokenize((token,)).decode("utf-8", "replace")
+
+    def name_choice(self, trie: TokenTrie, root: int, leaf: int, end: int | None = None) -> dict[str, Any]:
+        """``name``, ``value``, ``index``, ``text`` and ``tokens`` of a leaf that no walk came to.
+
+        Args:
+            trie: has the leaf.
+            root: where it was looked for.
+            leaf: its number.
+            end: where its path ends that is to be told; ``None`` takes its first.
+        """
         name = trie.name_of(leaf)
         path = next((path for path, node in trie.roots.items() if node == root), None)
         index, value = self._place_of(name, path, leaf)
-        tokens = trie.path_tokens(int(np.flatnonzero(trie.leaf == leaf)[0]))
+        tokens = trie.path_tokens(int(np.flatnonzero(trie.leaf == leaf)[0]) if end is None else end)
         return {
             "name": name,
             "value": value,

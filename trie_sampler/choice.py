@@ -6,9 +6,26 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from trie_sampler.cursor import Step
+
+
+class ChoiceStep(NamedTuple):
+    """One token of a choice, or the decision to end it.
+
+    ``logprob`` is in nats: of a walk the pick's share of the options there, 0 where it was forced; of ``rank`` what
+    the named score takes it for, under the whole vocabulary or, with "walk", over the options. ``margin`` is to the
+    second option, ``None`` where there was none or only whole choices were compared.
+    """
+
+    token: int
+    """Its id; an end token or -1 where the choice ended though it could go on."""
+    text: str
+    """What it adds; a cut character is replaced."""
+    logprob: float
+    margin: float | None
+    is_forced: bool
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,7 @@ class Choice:
         valid_mass: the model's own probability that its next token starts a choice, at the first
             step; ``None`` unless asked for. Low: the prompt does not lead to any of the choices.
         stats: ``steps``, ``forced_steps``, ``masked``, and what the door adds.
+        steps: token by token; of ``rank`` and "best" only where ``steps=True`` asked for it.
     """
 
     name: str | None
@@ -45,10 +63,18 @@ class Choice:
     margin: float | None
     valid_mass: float | None = None
     stats: Mapping[str, Any] = field(default_factory=dict)
+    steps: tuple[ChoiceStep, ...] = field(default=(), repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for ``json.dumps``: an ``Enum`` member as its value, numbers that are not finite as None."""
+    def to_dict(self, *, steps: bool = False) -> dict[str, Any]:
+        """Plain values for ``json.dumps``: an ``Enum`` member as its value, numbers that are not finite as None.
+
+        Args:
+            steps: whether ``steps`` are in it, each a dictionary.
+        """
         value = self.value.value if isinstance(self.value, enum.Enum) else self.value
+        more: dict[str, Any] = {}
+        if steps:
+            more["steps"] = [{name: _finite(value) for name, value in step._asdict().items()} for step in self.steps]
         return {
             "name": self.name,
             "value": value,
@@ -61,6 +87,7 @@ class Choice:
             "margin": _finite(self.margin),
             "valid_mass": self.valid_mass,
             "stats": {name: _finite(value) for name, value in self.stats.items()},
+            **more,
         }
 
 

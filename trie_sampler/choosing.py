@@ -45,6 +45,7 @@ def choose(
     neutral: Any = None,
     none_choice: str | None = None,
     max_nodes: int | None = None,
+    steps: bool = False,
     **spelling: Any,
 ) -> Choice:
     """Let a model answer a prompt with exactly one of the choices.
@@ -71,6 +72,7 @@ def choose(
         neutral: of ``normalize="calibrated"``, see ``rank``.
         none_choice: one more choice, a text such as "none of these", whose value is ``None``.
         max_nodes: of ``"best"``, see ``rank``.
+        steps: of ``"best"`` and ``normalize="joint"``, see ``rank``; a walk has its ``Choice.steps`` anyway.
         spelling: ``lead``, ``tokenization``, ``heal``, ``json_value``, ``case_fold`` and ``special`` of
             ``TokenTrie.from_choices``.
 
@@ -102,7 +104,8 @@ def choose(
         raise ValueError('neutral= is for method="best", normalize="calibrated"')
     require_engine(llm)
     if method == "best" or normalize == "joint":
-        scoring: dict[str, Any] = {"path": path, "none_choice": none_choice, **spelling}
+        take_spelling(dict(spelling), "choose")
+        scoring: dict[str, Any] = {"path": path, "none_choice": none_choice, "steps": steps, **spelling}
         if method == "sample":
             return draw_joint(llm, prompt, choices, seed=seed, **scoring)
         return rank(
@@ -136,10 +139,10 @@ def choose(
     decoder = Decoder(llm, tokens)
     decoder.require_room(trie.depth, "a choice")
     mass = cursor.valid_mass(decoder.row()) if valid_mass else None
-    steps: list[Step] = []
+    walked: list[Step] = []
     for move in walk_span(decoder, cursor, samples=method == "sample"):
-        steps += move.steps if move.end is None else (move.end,)
-    choice = binding.make_choice(cursor, steps, mass)
+        walked += move.steps if move.end is None else (move.end,)
+    choice = binding.make_choice(cursor, walked, mass)
     door = {
         "prompt_tokens": len(tokens),
         "forward_passes": decoder.n_decodes - decoder.n_prefill,

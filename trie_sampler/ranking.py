@@ -20,7 +20,7 @@ from llama_cpp import Llama
 
 from trie_sampler.binding import Binding, kept_for
 from trie_sampler.cache import Recent
-from trie_sampler.choice import Choice
+from trie_sampler.choice import Choice, ChoiceStep
 from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import check_choice
 from trie_sampler.errors import EngineError, UnknownPathError
@@ -246,6 +246,7 @@ class Ranking:
         order: leaves that can come out, best first.
         valid_mass: the model's probability that its next token begins a choice.
         stats: counts.
+        scores: of the paths; ``None`` where choices are written in every way, and have no one path.
     """
 
     lower: Floats
@@ -253,6 +254,7 @@ class Ranking:
     order: npt.NDArray[np.int64]
     valid_mass: float
     stats: dict[str, Any] = field(default_factory=dict)
+    scores: PathScores | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -315,7 +317,7 @@ def search(
         "exact": is_certain,
         "seconds": time.perf_counter() - start,
     }
-    return Ranking(lower, upper, order, scores.valid_mass, stats)
+    return Ranking(lower, upper, order, scores.valid_mass, stats, scores)
 
 
 def _search_best(
@@ -452,6 +454,7 @@ def rank(
     path: str | None = None,
     none_choice: str | None = None,
     max_nodes: int | None = None,
+    steps: bool = False,
     **spelling: Any,
 ) -> list[Choice]:
     """Every choice with the model's own probability, best first.
@@ -469,6 +472,8 @@ def rank(
         path: descriptor of a trie with several.
         none_choice: one more choice, a text such as "none of these", whose value is ``None``.
         max_nodes: of the search of ``top_k`` or of ``tokenization="every"``, at most; see ``stats["exact"]``.
+        steps: give each choice its ``steps``, token by token; with ``tokenization="every"`` it has no one path, and
+            none.
         spelling: of ``TokenTrie.from_choices``. With ``tokenization="every"`` a choice's probability is the sum
             over the ways to write it, until those left have 0.1 % of the whole (``stats["tail"]``), in rounds of a few
             nodes.
@@ -476,8 +481,9 @@ def rank(
     Returns:
         One ``Choice`` each. ``logprob`` is the score in nats, renormalised over the choices where all were
         evaluated, and then ``probability`` is its exponential and they sum to 1; of a search ``logprob`` is the score
-        as it is, and ``probability`` is ``None``. ``margin`` is nats to the next, ``valid_mass`` the model's
-        probability that its next token begins a choice at all. ``stats`` has what it cost.
+        as it is, and ``probability`` is ``None``. ``text`` and ``tokens`` are those of its likeliest path. ``margin``
+        is nats to the next, ``valid_mass`` the model's probability that its next token begins a choice at all.
+        ``stats`` has what it cost.
 
     Raises:
         EmptyTrieError, VocabMismatchError, UnknownPathError, TypeError, ValueError: as ``choose``; ValueError also
@@ -500,7 +506,7 @@ def rank(
     Decoder(llm, tokens).require_room(trie.depth, "a choice")
     offsets = scored.offsets(neutral, normalize)
     found = search(llm, trie, root, tokens, normalize=normalize, offsets=offsets, n_best=top_k, max_nodes=max_nodes)
-    return scored.choices(trie, root, found, top_k)
+    return scored.choices(trie, root, found, top_k, steps=steps)
 
 
 def with_none(choices: ChoicesLike | TokenTrie, text: str) -> Choices:
@@ -574,16 +580,20 @@ class _Scored:
         # The trie is kept in the entry, so that its id stays its own.
         return kept.get((id(self.llm), id(trie), root, tuple(tokens)), measure).log_shares
 
-    def choices(self, trie: TokenTrie, root: int, found: Ranking, n_best: int | None) -> list[Choice]:
+    def choices(self, trie: TokenTrie, root: int, found: Ranking, n_best: int | None, *, steps: bool) -> list[Choice]:
         """The ranking as records."""
         order = found.order if n_best is None else found.order[:n_best]
         scores = found.lower
         shares = log_shares(scores[found.order]) if n_best is None or found.is_exact else None
+        path_scores = found.scores
+        likeliest = None if path_scores is None else path_scores.likeliest_paths(len(scores))
         made = []
         for place, leaf in enumerate(order.tolist()):
             score = float(scores[leaf])
             behind = found.upper[found.order[place + 1 :]].max(initial=-np.inf)
-            choice = self.binding.name_choice(trie, root, leaf)
+            path = None if likeliest is None else int(likeliest[leaf])
+            end = None if path is None or path_scores is None else path_scores.end_of(path)
+            choice = self.binding.name_choice(trie, root, leaf, end)
             logprob = score if shares is None else float(shares[place])
             made.append(
                 Choice(
@@ -594,9 +604,18 @@ class _Scored:
                     margin=None if behind == -np.inf else float(score - behind),
                     valid_mass=found.valid_mass,
                     stats={**found.stats, "score": score},
+                    steps=self._steps_of(path_scores, path) if steps else (),
                 )
             )
         return made
+
+    def _steps_of(self, scores: PathScores | None, path: int | None) -> tuple[ChoiceStep, ...]:
+        if scores is None or path is None:
+            return ()
+        return tuple(
+            ChoiceStep(token, self.binding.text_of(token), value, None, is_forced=False)
+            for token, value in scores.steps_of(path)
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from trie_sampler.errors import TrieSamplerError
 from trie_sampler.kernels import score_children
-from trie_sampler.layout import NO_LEAF
+from trie_sampler.layout import END, NO_LEAF
 from trie_sampler.trie import TokenTrie
 
 Floats = npt.NDArray[np.float64]
@@ -158,6 +158,42 @@ class PathScores:
                 self.prefix[child] = value
                 opened.append(child)
         return opened
+
+    def likeliest_paths(self, n_names: int) -> Ints:
+        """[N] the place of each leaf's likeliest path, as far as is known; -1 for leaves without one."""
+        places = np.full(n_names, -1, np.int64)
+        order = np.argsort(self.bound, kind="stable")
+        places[self._paths.leaf[order]] = order
+        return places
+
+    def end_of(self, place: int) -> int:
+        """The node that a path ends at."""
+        return int(self._paths.ends[place])
+
+    def steps_of(self, place: int) -> list[tuple[int, float]]:
+        """(token, log-probability) along a path, as far as it is evaluated.
+
+        ``END`` is the token of stopping at a leaf that another begins with.
+        """
+        first_child = self._trie.first_child
+        node = end = int(self._paths.ends[place])
+        nodes = []
+        while node != self._root:
+            nodes.append(node)
+            node = int(np.searchsorted(first_child, node, side="right")) - 1
+        whole = float(self.bound[place]) if self.known[place] else None
+        goes_on = first_child[end] < first_child[end + 1]
+        steps: list[tuple[int, float]] = []
+        before = 0.0
+        for node in reversed(nodes):
+            value = whole if node == end and not goes_on else self.prefix.get(node)
+            if value is None:
+                return steps
+            steps.append((int(self._trie.token[node]), value - before))
+            before = value
+        if goes_on and whole is not None:
+            steps.append((END, whole - before))
+        return steps
 
 
 @dataclass(frozen=True, eq=False)
