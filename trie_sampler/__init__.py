@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trie_sampler.cache import TrieCache
     from trie_sampler.choice import Choice
     from trie_sampler.choosing import check_prompt, choose, forget_model, warm_up
     from trie_sampler.cursor import Sampling, TrieCursor
@@ -50,6 +51,7 @@ _HOMES = {
     "TokenTreeDescriptor": "payload",
     "TokenTreePayload": "payload",
     "TokenTrie": "trie",
+    "TrieCache": "cache",
     "TrieCursor": "cursor",
     "TrieFileError": "errors",
     "TrieLogitsProcessor": "llama.processor",
@@ -83,6 +85,7 @@ __all__ = [
     "TokenTreeDescriptor",
     "TokenTreePayload",
     "TokenTrie",
+    "TrieCache",
     "TrieCursor",
     "TrieFileError",
     "TrieLogitsProcessor",

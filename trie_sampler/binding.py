@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from trie_sampler.automaton import forget_pieces
-from trie_sampler.cache import Recent
+from trie_sampler.cache import Recent, TrieCache
 from trie_sampler.choice import Choice, ChoiceStep, walk_numbers
 from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import Step, TrieCursor
@@ -104,7 +104,7 @@ class Binding:
     def of(
         cls,
         tokenizer: Tokenizer,
-        source: ChoicesLike | TokenTrie | TokenTreePayload,
+        source: ChoicesLike | TokenTrie | TokenTreePayload | bytes,
         *,
         path: str | None = None,
         strict: bool = False,
@@ -116,7 +116,8 @@ class Binding:
 
         Args:
             tokenizer: the model's vocabulary.
-            source: see ``Choices.of``; or a ``TokenTrie``, or a ``TokenTreePayload``.
+            source: see ``Choices.of``; or a ``TokenTrie``, or a ``TokenTreePayload`` or its JSON as bytes, whose
+                tries are kept in ``TrieCache.shared()``.
             path: of a payload, take only this descriptor.
             strict: see ``TokenTrie.check_vocab``.
             model_id: see ``TokenTrie.from_payload``.
@@ -124,19 +125,16 @@ class Binding:
             is_quiet: do not warn of unusual tokens.
 
         Raises:
-            EmptyTrieError, UnknownPathError, VocabMismatchError, TypeError, ValueError: as those.
+            PayloadError, EmptyTrieError, UnknownPathError, VocabMismatchError, TypeError, ValueError: as those.
         """
-        if isinstance(source, (TokenTrie, TokenTreePayload)) and spelling not in (None, Spelling()):
+        if isinstance(source, (TokenTrie, TokenTreePayload, bytes)) and spelling not in (None, Spelling()):
             raise ValueError(f"a {type(source).__name__} is spelled already; {spelling} has no effect on it")
         spelling = spelling or Spelling()
-        if isinstance(source, TokenTreePayload):
-            trie = TokenTrie.from_payload(source, path, vocab=tokenizer, strict=strict, model_id=model_id)
-            names = {
-                descriptor.path: Choices.of([leaf.name for leaf in descriptor.leaves])
-                for descriptor in source.descriptors
-                if descriptor.path in trie.paths
-            }
-            return cls(tokenizer, trie, names, spelling, is_quiet=is_quiet)
+        if isinstance(source, (TokenTreePayload, bytes)):
+            trie, choices_by_path = TrieCache.shared().look_up(
+                source, path, vocab=tokenizer, strict=strict, model_id=model_id
+            )
+            return cls(tokenizer, trie, choices_by_path, spelling, is_quiet=is_quiet)
         if isinstance(source, TokenTrie):
             source.check_vocab(tokenizer, strict=strict)
             return cls(tokenizer, source, {}, spelling, is_quiet=is_quiet)

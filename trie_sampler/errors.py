@@ -14,8 +14,11 @@ Each also derives from the built-in that a caller would catch without knowing us
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 
 class TrieSamplerError(Exception):
@@ -62,8 +65,25 @@ class TrieSamplerWarning(UserWarning):
     """Input that works but probably does not mean what its author thinks."""
 
 
+_heard: ContextVar[list[str] | None] = ContextVar("_heard", default=None)
+
+
+@contextlib.contextmanager
+def hear_warnings() -> Iterator[list[str]]:
+    """Keep what ``warn`` says inside the block as well, for who hands out the result again."""
+    messages: list[str] = []
+    token = _heard.set(messages)
+    try:
+        yield messages
+    finally:
+        _heard.reset(token)
+
+
 def warn(message: str) -> None:
     """Warn of doubtful input, at the line outside this package that brought it in."""
+    heard = _heard.get()
+    if heard is not None:
+        heard.append(message)
     stacklevel = 1
     frame = sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):

@@ -163,12 +163,7 @@ class TokenTreePayload(WireModel):
             ...
             trie_sampler.errors.PayloadError: TokenTreePayload: descriptors: expected a valid array, got 3 (int)
         """
-        if not isinstance(text, str | bytes):
-            raise TypeError(f"from_json expects str or bytes, got {type(text).__name__}")
-        try:
-            raw = text.encode() if isinstance(text, str) else text
-        except UnicodeEncodeError as error:
-            raise PayloadError(f"{cls.__name__}: lone surrogate at character {error.start} of the text") from None
+        raw = as_json(text)
         unknown: Iterable[_Loc] = ()
         try:
             payload = cls.model_validate_json(raw, extra="forbid")
@@ -238,6 +233,21 @@ class TokenTreePayload(WireModel):
             '7e15c6e00d5b'
         """
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def as_json(text: str | bytes) -> bytes:
+    """The UTF-8 of a payload's JSON.
+
+    Raises:
+        TypeError: neither ``str`` nor ``bytes``.
+        PayloadError: no Unicode text.
+    """
+    if not isinstance(text, str | bytes):
+        raise TypeError(f"the JSON of a payload is str or bytes, got {type(text).__name__}")
+    try:
+        return text.encode() if isinstance(text, str) else text
+    except UnicodeEncodeError as error:
+        raise PayloadError(f"TokenTreePayload: lone surrogate at character {error.start} of the text") from None
 
 
 def _leaf_order(leaf: TokenSequence) -> tuple[str, tuple[int, ...]]:

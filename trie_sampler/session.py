@@ -26,7 +26,7 @@ from trie_sampler.llama.chain import SamplingParams, check_tokens
 from trie_sampler.llama.decoder import Decoder
 from trie_sampler.llama.picker import Picker
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_open
-from trie_sampler.payload import TokenTreePayload
+from trie_sampler.payload import TokenTreePayload, as_json
 from trie_sampler.span import walk_span
 from trie_sampler.tokens import Tokenizer, continue_text, finish_leaf
 from trie_sampler.trie import TokenTrie
@@ -372,7 +372,7 @@ class StreamSession:
         stops = tuple(map(operator.index, stop_tokens))
         check_tokens("stop_tokens", stops, self._tokenizer.n_vocab)
         if isinstance(source, (str, bytes)):
-            source = TokenTreePayload.from_json(source)
+            source = as_json(source)
         binding = Binding.of(self._tokenizer, source, path=path, strict=strict, model_id=model_id, spelling=wanted)
         span = Span(binding, samples, path, on_end, stop_tokens=stops, **of_cursors)
         trie = binding.trie or TokenTrie.from_ragged([0], [0, 1])

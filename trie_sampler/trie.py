@@ -191,7 +191,7 @@ class TokenTrie:
         if not descriptors:
             raise EmptyTrieError("the payload has no descriptors, so there is nothing to choose from")
         trie = cls._from_leaves([(d.path, d.leaves) for d in descriptors])
-        tokenizer = None if vocab is None else _as_tokenizer(vocab)
+        tokenizer = None if vocab is None else as_tokenizer(vocab)
         _compare_model_ids(payload.model_id, model_id, tokenizer, strict=strict)
         if tokenizer is not None:
             trie.check_vocab(tokenizer, strict=strict)
@@ -244,7 +244,7 @@ class TokenTrie:
         from trie_sampler.llama.vocab import prompt_tokens
 
         prompt_ids = None if prompt is None else prompt_tokens(llm, prompt)
-        tokenizer = _as_tokenizer(llm)
+        tokenizer = as_tokenizer(llm)
         spelled = tokenize_choices(
             tokenizer,
             Choices.of(choices),
@@ -484,6 +484,11 @@ class TokenTrie:
         arrays = (self.token, self.first_child, self.leaf, self.target, self.sole_leaf)
         return sum(array.nbytes for array in arrays if array is not None)
 
+    @property
+    def nbytes_of_names(self) -> int:
+        """Bytes of the names, one blob and offsets."""
+        return 0 if self._names is None else len(self._names.blob) + self._names.offsets.nbytes
+
     def step(self, node: int, token: int) -> int:
         """The node that ``token`` leads to from ``node``, or -1. O(log K)."""
         self._check_node(node)
@@ -614,7 +619,7 @@ class TokenTrie:
             VocabMismatchError: an id >= V, an end-of-generation id inside a leaf, or, under ``strict``,
                 what is doubtful.
         """
-        vocab = _as_tokenizer(vocab)
+        vocab = as_tokenizer(vocab)
         if self.max_token >= vocab.n_vocab:
             self._refuse_edge(int(np.argmax(self.token >= vocab.n_vocab)), f"V is {vocab.n_vocab}")
         for token in np.unique(self.token[self.token != NO_TOKEN]).tolist():
@@ -730,11 +735,11 @@ def _is_spelled(name: str, text: str) -> bool:
     return any(text.strip().casefold() == form.strip().casefold() for form in (name, quoted, quoted[1:]))
 
 
-def _as_tokenizer(llm: Llama | Tokenizer) -> Tokenizer:
+def as_tokenizer(llm: Llama | Tokenizer) -> Tokenizer:
     """The vocabulary of a ``Llama``; the adapter is loaded only where one is at hand."""
-    from trie_sampler.llama.vocab import as_tokenizer
+    from trie_sampler.llama.vocab import as_tokenizer as adapt
 
-    return as_tokenizer(llm)
+    return adapt(llm)
 
 
 def _compare_model_ids(found: str, wanted: str | None, vocab: Tokenizer | None, *, strict: bool) -> None:

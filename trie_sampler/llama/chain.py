@@ -17,6 +17,7 @@ from llama_cpp import Llama
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from trie_sampler import kernels
+from trie_sampler.cache import TrieCache
 from trie_sampler.cursor import TrieCursor, as_mode
 from trie_sampler.errors import EngineError, TrieSamplerError, TrieSamplerWarning, VocabMismatchError
 from trie_sampler.gbnf import check_grammar
@@ -282,6 +283,8 @@ class _Builder:
     """One chain in the making: samplers made so far are freed where the next one fails."""
 
     def __init__(self, model: Llama | Any, params: SamplingParams) -> None:
+        # A pointer does not say whether its vocabulary is the one that it was.
+        self._is_bare = not isinstance(model, Llama)
         if isinstance(model, Llama):
             self._model: Any = model.model
             self._tokenizer = as_tokenizer(model)
@@ -330,7 +333,8 @@ class _Builder:
         if not params.token_trie_descriptor_json:
             return None
         try:
-            trie = TokenTrie.from_payload(params.token_trie_descriptor_json, params.path, vocab=self._tokenizer)
+            build = TokenTrie.from_payload if self._is_bare else TrieCache.shared().get
+            trie = build(params.token_trie_descriptor_json, params.path, vocab=self._tokenizer)
         except TrieSamplerError as error:
             if not params.grammar:
                 raise

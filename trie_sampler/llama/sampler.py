@@ -215,6 +215,7 @@ def llama_sampler_init_token_trie(
     if on_end != "release" and not (eog_ids or stop_tokens):
         raise ValueError(f"on_end={on_end!r}: this vocabulary names no end-of-generation token; give stop_tokens")
     try:
+        # Not cached: a pointer does not say whether it is the vocabulary that it was.
         trie = TokenTrie.from_payload(trie_descriptor_json, path, vocab=tokenizer, strict=strict)
     except TrieSamplerError as error:
         if strict:
