@@ -36,6 +36,7 @@ CORE_FILES = {
     "test_architecture",
     "test_automaton",
     "test_build",
+    "test_cache",
     "test_cursor",
     "test_graph_scores",
     "test_jit",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+import json
 import pickle
 import threading
 import warnings
@@ -657,3 +658,26 @@ def test_recent_across_threads_hands_out_one() -> None:
     assert len(seen) == 8
     assert len(set(map(id, seen))) == 1
     assert len(recent) == 1
+
+
+def test_every_door_takes_it_from_the_shared_cache(tiny: Any) -> None:
+    from trie_sampler import SamplingParams, StreamSession, TrieCache, TrieLogitsProcessor, build_sampler_chain
+    from trie_sampler.llama.sampler import token_trie_handle
+
+    names = ("one", "two")
+    listed = [{"name": name, "tokens": tiny.tokenize(name.encode(), add_bos=False)} for name in names]
+    text = json.dumps({"modelId": "x", "descriptors": [{"path": "p", "leaves": listed}]})
+    shared = TrieCache.shared()
+    before = shared.stats()
+    first = TrieLogitsProcessor.from_payload(tiny, text)
+    with StreamSession.open(tiny) as session:
+        session.set_token_trie(text)
+        session.set_token_trie(TokenTreePayload.from_json(text))
+    import llama_cpp
+
+    chain = build_sampler_chain(tiny, SamplingParams(token_trie_descriptor_json=text))
+    assert token_trie_handle(llama_cpp.llama_sampler_chain_get(chain, 0)) is not None
+    llama_cpp.llama_sampler_free(chain)
+    after = shared.stats()
+    assert (after.misses - before.misses, after.hits - before.hits) == (1, 3)
+    assert first._binding.trie is shared.get(text, vocab=tiny)
