@@ -725,6 +725,7 @@ class TokenTrie:
         inner[: min(n_before, n_edges)] = False
         inner[first[:-1][(first[:-1] >= 0) & (first[:-1] < n_edges)]] = False
         n_names, (nodes, losers) = self._n_names, self._collided
+        ends_at = nodes[(nodes >= 0) & (nodes < n_nodes)]
         checks = {
             "roots come first": self.target is not None or bool(np.all(self.token[:n_roots] == NO_TOKEN)),
             "every edge has a target": self.target is None or len(self.target) == n_edges,
@@ -740,14 +741,14 @@ class TokenTrie:
                 "targets are nodes": bool(np.all(ends < n_nodes)),
             }
         checks |= {
-            "tokens are ids": bool(np.all((self.token[n_before:] >= 0) & (self.token[n_before:] <= self.max_token))),
+            "tokens are ids": bool(np.all(self.token[n_before:] >= 0)),
+            "max_token is the largest": int(self.token.max(initial=0)) == self.max_token,
             "siblings ascend": bool(np.all(np.diff(self.token)[inner[1:]] > 0)),
             "leaf indices are in range": bool(np.all((self.leaf >= -1) & (self.leaf < n_names))),
             "sole leaves are in range": self.sole_leaf is None
             or bool(np.all((self.sole_leaf >= -1) & (self.sole_leaf < n_names))),
-            "collisions are in range": bool(
-                np.all((nodes >= 0) & (nodes < n_nodes) & (losers >= 0) & (losers < n_names))
-            ),
+            "collisions are of leaves": len(ends_at) == len(nodes)
+            and bool(np.all(self.leaf[ends_at] >= 0) and np.all((losers >= 0) & (losers < n_names))),
             "every branch ends in a leaf": bool(np.all((np.diff(first) > 0) | (self.leaf >= 0))),
             "names are text": self._names is None or self._names.are_text(),
         }
