@@ -290,7 +290,8 @@ def ask_everything(rng: random.Random, trie: TokenTrie) -> None:
     for path, root in list(trie.roots.items())[:3]:
         on_end = rng.choice(["mass", "eog", "release"])
         sampling = Sampling(rng.choice([0.0, 1.0]), rng.choice([0, 2]), rng.choice([0.5, 1.0]), 0.01, seed=1)
-        cursor = TrieCursor(trie, path=path, on_end=on_end, stop_tokens=[0, 5], sampling=sampling)
+        ends = [] if on_end == "release" and rng.random() < 0.5 else [0, 5]
+        cursor = TrieCursor(trie, path=path, on_end=on_end, stop_tokens=ends, sampling=sampling)
         width = max(trie.max_token, 5) + 1
         if width > WIDEST:
             with contextlib.suppress(ValueError):

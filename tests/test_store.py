@@ -425,9 +425,18 @@ def test_what_the_system_says_passes_through(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"director|denied"):
         TokenTrie.load(tmp_path)
     (tmp_path / "folder.trie").mkdir()
-    with pytest.raises(OSError, match=r"director|denied"):
+    with pytest.raises(IsADirectoryError, match="not a file that can be replaced"):
         trie.save(tmp_path / "folder.trie")
     assert [path.name for path in tmp_path.iterdir()] == ["folder.trie"]
+
+
+@needs_posix
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="not a file that can be replaced"):
+        TokenTrie.from_sequences(HEADER).save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @needs_posix
@@ -480,11 +489,15 @@ WHOLE: dict[str, Callable[[TokenTrie], Any]] = {
     "collisions": lambda trie: trie.collisions,
     "unreachable": lambda trie: trie.unreachable,
     "validate": TokenTrie.validate,
+    "save": lambda trie: trie.save("again.trie"),
 }
 
 
 @pytest.mark.parametrize("ask", WHOLE.values(), ids=WHOLE)
-def test_who_asks_for_everything_hears_of_damage(ask: Callable[[TokenTrie], Any], file: Path) -> None:
+def test_who_asks_for_everything_hears_of_damage(
+    ask: Callable[[TokenTrie], Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
     file.write_bytes(DAMAGED)
     trie = TokenTrie.load(file, verify=False)
     for comp in (trie, copy.copy(trie), pickle.loads(pickle.dumps(trie))):  # noqa: S301 - our own bytes

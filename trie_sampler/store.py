@@ -18,6 +18,7 @@ header can name a place outside the file, or one place twice.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -102,6 +103,10 @@ def write_trie(file: str | os.PathLike[str], stored: StoredTrie) -> None:
         OSError: it cannot be written; what was there is unchanged.
     """
     place = Path(os.path.realpath(file))
+    if place.exists() and not place.is_file():
+        # Another name would take the place of a device, too, if one is allowed to.
+        code = errno.EISDIR if place.is_dir() else errno.EEXIST
+        raise OSError(code, "not a file that can be replaced", str(place))
     header = json.dumps(_header_of(stored)).encode()
     temporary = place.with_name(f".{secrets.token_hex(8)}.tmp")
     try:

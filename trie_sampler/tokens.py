@@ -428,7 +428,7 @@ def finish_leaf(tokenizer: Tokenizer, trie: Any, node: int, before: Sequence[int
     here = node
     while not trie.is_terminal(here):
         # Later nodes have more bytes behind them.
-        edges = trie.edges_of(here)
+        edges = trie._edges_of(here)
         ends = trie.target[edges]
         # A damaged file may lead nowhere, or in a circle.
         if not len(ends) or not here < ends.max() < trie.n_nodes:

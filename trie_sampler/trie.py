@@ -459,11 +459,14 @@ class TokenTrie:
 
         Raises:
             OSError: it cannot be written; the old one is as it was.
+            TrieSamplerError: the trie comes from a damaged file that was not verified.
 
         Cost: as fast as the disk; 12 bytes a node, in a graph 16 a node and 8 an edge, and the names.
 
         Example: see ``load``.
         """
+        # A new checksum would vouch for it.
+        self._require_sound()
         names = self._names
         write_trie(
             file,
@@ -508,7 +511,7 @@ class TokenTrie:
             TrieFileError: not a trie, of another version, truncated or damaged; nothing is loaded.
             OSError: it cannot be read.
 
-        Cost: O(1) where mapped and not verified, 0.2 ms for any size; verifying 16 MiB takes about 15 ms.
+        Cost: O(1) where mapped and not verified, 0.3 ms for 10 million leaves; verifying 16 MiB takes about 10 ms.
 
         Example:
             >>> import tempfile
@@ -546,7 +549,7 @@ class TokenTrie:
                 trie.validate()
             trie._require_beginnings()
         except TrieSamplerError as error:
-            raise TrieFileError(f"{os.fspath(file)}: {error}") from None
+            raise TrieFileError(f"{os.fspath(file)!r} is no trie that can be loaded: {error}") from None
         return trie
 
     def _require_beginnings(self) -> None:
@@ -618,9 +621,9 @@ class TokenTrie:
     def children(self, node: int) -> npt.NDArray[np.int32]:
         """[K] int32 view: the tokens that may follow at ``node``, ascending."""
         self._check_node(node)
-        return self.token[self.edges_of(node)]
+        return self.token[self._edges_of(node)]
 
-    def edges_of(self, node: int) -> slice:
+    def _edges_of(self, node: int) -> slice:
         """The edges to a node's children; clamped as in the kernels, for a damaged file may say anything."""
         start = max(0, int(self.first_child[node]))
         stop = min(len(self.token), int(self.first_child[node + 1]), start + self.max_token + 1)
@@ -724,8 +727,8 @@ class TokenTrie:
         # Siblings ascend: only a family's first member may have a smaller token than its neighbour.
         inner[: min(n_before, n_edges)] = False
         inner[first[:-1][(first[:-1] >= 0) & (first[:-1] < n_edges)]] = False
-        n_names, (nodes, losers) = self._n_names, self._collided
-        ends_at = nodes[(nodes >= 0) & (nodes < n_nodes)]
+        n_names, (places, losers) = self._n_names, self._collided
+        ends_at = places[(places >= 0) & (places < n_nodes)]
         checks = {
             "roots come first": self.target is not None or bool(np.all(self.token[:n_roots] == NO_TOKEN)),
             "every edge has a target": self.target is None or len(self.target) == n_edges,
@@ -734,20 +737,22 @@ class TokenTrie:
             "first_child ascends": bool(np.all(first[1:] >= first[:-1])),
         }
         if all(checks.values()):
-            ends = np.arange(n_before, n_edges) if self.target is None else self.target
-            parents = np.repeat(np.arange(n_nodes), np.diff(first))
-            checks |= {
-                "children come after parents": bool(np.all(ends > parents)),
-                "targets are nodes": bool(np.all(ends < n_nodes)),
-            }
+            nodes = np.arange(n_nodes, dtype=NODE)
+            if self.target is None:
+                # The first child has the smallest number.
+                checks["children come after parents"] = bool(np.all((first[:-1] > nodes) | (first[:-1] == first[1:])))
+            else:
+                parents = np.repeat(nodes, np.diff(first))
+                checks["children come after parents"] = bool(np.all(self.target > parents))
+                checks["targets are nodes"] = bool(np.all(self.target < n_nodes))
         checks |= {
             "tokens are ids": bool(np.all(self.token[n_before:] >= 0)),
             "max_token is the largest": int(self.token.max(initial=0)) == self.max_token,
-            "siblings ascend": bool(np.all(np.diff(self.token)[inner[1:]] > 0)),
+            "siblings ascend": bool(np.all((self.token[1:] > self.token[:-1]) | ~inner[1:])),
             "leaf indices are in range": bool(np.all((self.leaf >= -1) & (self.leaf < n_names))),
             "sole leaves are in range": self.sole_leaf is None
             or bool(np.all((self.sole_leaf >= -1) & (self.sole_leaf < n_names))),
-            "collisions are of leaves": len(ends_at) == len(nodes)
+            "collisions are of leaves": len(ends_at) == len(places)
             and bool(np.all(self.leaf[ends_at] >= 0) and np.all((losers >= 0) & (losers < n_names))),
             "every branch ends in a leaf": bool(np.all((np.diff(first) > 0) | (self.leaf >= 0))),
             "names are text": self._names is None or self._names.are_text(),
