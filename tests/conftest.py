@@ -45,6 +45,7 @@ CORE_FILES = {
     "test_payload",
     "test_scores",
     "test_span",
+    "test_store",
     "test_tokens",
     "test_trie",
 }

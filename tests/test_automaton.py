@@ -653,15 +653,11 @@ def test_the_undamaged_one_passes() -> None:
 
 
 @pytest.mark.parametrize("target", [5, 2**31 - 1, -1, -(2**31)])
-def test_a_damaged_target_reads_nothing_that_is_not_the_cursor_s(target: int) -> None:
-    """Kernels do not raise: such a node has no children, and nothing is allowed there."""
+def test_an_edge_to_no_node_is_no_edge(target: int) -> None:
     cursor = TrieCursor(damaged(target={3: target}))
-    cursor.accept(9)
-    assert cursor.forced_run().tolist() == []
-    with pytest.raises(IndexError):
-        cursor.allowed()
-    with pytest.warns(TrieSamplerWarning, match="NaN or -inf"):
-        assert cursor.pick(np.zeros(11, np.float32)) == END
+    with pytest.raises(OffTrieError, match="token 9 is not allowed here"):
+        cursor.accept(9)
+    assert (cursor.node, cursor.trie.step(0, 9)) == (0, -1)
 
 
 @pytest.mark.parametrize("copied", [lambda t: pickle.loads(pickle.dumps(t)), copy.deepcopy, copy.copy])  # noqa: S301

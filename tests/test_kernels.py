@@ -292,6 +292,7 @@ DAMAGED_RANGES = [
 @pytest.mark.parametrize(("first_child", "tokens"), DAMAGED_RANGES)
 def test_kernels_do_not_read_past_damaged_ranges(first_child: list[int], tokens: list[int]) -> None:
     cursor = TrieCursor(trie_of([4, 5, 6], first_child, [-1, 0, 1]))
+    assert cursor.trie.children(0).tolist() == tokens
     row = np.zeros(7, np.float32)
     cursor.mask(row)
     assert np.flatnonzero(np.isfinite(row)).tolist() == tokens

@@ -173,7 +173,8 @@ def view_end_tokens(cursor):
 def child_range(cursor):
     """(start, stop): the edges to the children of the cursor's node; in a tree they are the children.
 
-    Ids are clamped to the arrays, so that a damaged trie file cannot make a kernel read past them.
+    Clamped to the arrays, so that a damaged trie file cannot make a kernel read past them, and to as many
+    children as there are ids, so that it cannot make one take for ever.
     """
     n_nodes = cursor["n_nodes"]
     node = cursor["node"]
@@ -181,16 +182,25 @@ def child_range(cursor):
         return 0, 0
     first_child = view_int32(cursor["first_child_address"], n_nodes + 1)
     start = max(np.int64(0), np.int64(first_child[node]))
-    stop = min(np.int64(cursor["n_edges"]), np.int64(first_child[node + 1]))
+    stop = min(np.int64(cursor["n_edges"]), np.int64(first_child[node + 1]), start + cursor["min_width"])
     return start, max(start, stop)
 
 
 @jit
+def id_at(token, edge, n_ids):
+    """The token of an edge, clamped to 0 .. n_ids - 1: a damaged file holds any number at all."""
+    return min(max(np.int64(token[edge]), np.int64(0)), np.int64(n_ids - 1))
+
+
+@jit
 def end_of_edge(cursor, edge):
-    """The node that an edge leads to."""
+    """The node that an edge leads to; NO_NODE where a damaged one leads to none."""
     if cursor["target_address"] == 0:
         return edge
-    return np.int64(view_int32(cursor["target_address"], cursor["n_edges"])[edge])
+    end = np.int64(view_int32(cursor["target_address"], cursor["n_edges"])[edge])
+    if end < 0 or end >= cursor["n_nodes"]:
+        return np.int64(NO_NODE)
+    return end
 
 
 @jit
@@ -222,8 +232,10 @@ def find_child(token, start, stop, wanted):
 
 @jit
 def find_child_of(token, first_child, node, wanted):
-    """The edge of ``node`` with token ``wanted``, or NO_NODE; arrays as in ``layout``."""
-    return find_child(token, first_child[node], first_child[node + 1], wanted)
+    """The edge of ``node`` with token ``wanted``, or NO_NODE; arrays as in ``layout``, ranges clamped."""
+    start = max(np.int64(0), np.int64(first_child[node]))
+    stop = min(np.int64(token.shape[0]), np.int64(first_child[node + 1]))
+    return find_child(token, start, stop, wanted)
 
 
 @jit
@@ -249,9 +261,12 @@ def trace_forced_run(address, out):
         start, stop = child_range(cursor)
         if stop - start != 1:
             break
+        end = end_of_edge(cursor, start)
+        if end == NO_NODE or token[start] != id_at(token, start, cursor["min_width"]):
+            break
         out[n_forced] = token[start]
         n_forced += 1
-        cursor["node"] = end_of_edge(cursor, start)
+        cursor["node"] = end
     cursor["node"] = here
     return n_forced
 
@@ -284,11 +299,13 @@ def accept_token(address, token):
         cursor["n_accepted"] += 1
         return OK
     start, stop = child_range(cursor)
-    child = NO_NODE
+    end = np.int64(NO_NODE)
     if token >= 0:
         child = find_child(view_tokens(cursor), start, stop, token)
-    if child != NO_NODE:
-        cursor["node"] = end_of_edge(cursor, child)
+        if child != NO_NODE:
+            end = end_of_edge(cursor, child)
+    if end != NO_NODE:
+        cursor["node"] = end
         cursor["position_in_span"] += 1
         cursor["n_accepted"] += 1
         return _close_span(cursor)
@@ -324,13 +341,12 @@ def _close_span(cursor):
 def argmax_child(row, token, start, stop):
     """The edge among ``start .. stop`` with the largest logit, NO_NODE if none is above -inf.
 
-    O(K); ties go to the lowest token. Ids are >= 0 and below ``min_width``: ``TokenTrie`` and
-    ``_begin_pick`` have seen to it.
+    O(K); ties go to the lowest token.
     """
     best = NO_NODE
     largest = -np.inf
     for edge in range(start, stop):
-        logit = row[token[edge]]
+        logit = row[id_at(token, edge, row.shape[0])]
         if logit > largest:
             best = edge
             largest = logit
@@ -398,17 +414,18 @@ def foreign_logsumexp(row, token, start, stop):
     largest = -np.inf
     position = 0
     for edge in range(start, stop + 1):
-        segment_stop = width if edge == stop else token[edge]
+        segment_stop = width if edge == stop else id_at(token, edge, width)
         largest = max(largest, largest_between(row, position, segment_stop))
-        position = segment_stop + 1
+        # Never back: damaged ids need not ascend, and the row would be read once for each.
+        position = max(position, segment_stop + 1)
     if largest == -np.inf or largest == np.inf:
         return largest
     total = 0.0
     position = 0
     for edge in range(start, stop + 1):
-        segment_stop = width if edge == stop else token[edge]
+        segment_stop = width if edge == stop else id_at(token, edge, width)
         total += sum_exp_between(row, position, segment_stop, largest)
-        position = segment_stop + 1
+        position = max(position, segment_stop + 1)
     return largest + math.log(total)
 
 
@@ -466,7 +483,7 @@ def pick_token(address, row):
         return _pick_at_leaf(cursor, row, token, start, stop, best)
     if best == NO_NODE:
         return _pick_lowest(cursor, token, start, stop)
-    return token[best]
+    return id_at(token, best, row.shape[0])
 
 
 @jit
@@ -484,38 +501,41 @@ def _argmax_row(row):
 @jit
 def _pick_at_leaf(cursor, row, token, start, stop, best):
     """Greedy where a leaf ends and another goes on: the largest option, a stop winning ties."""
+    best_child = np.int64(NO_TOKEN)
+    if best != NO_NODE:
+        best_child = id_at(token, best, row.shape[0])
     if cursor["on_end"] == ON_END_MASS:
         stop_logit = foreign_logsumexp(row, token, start, stop)
         cursor["stop_logit"] = stop_logit
         if best == NO_NODE and stop_logit == -np.inf:
             return _pick_lowest(cursor, token, start, stop)
-        if best == NO_NODE or stop_logit >= row[token[best]]:
+        if best == NO_NODE or stop_logit >= row[best_child]:
             return best_end_token(cursor, row)
-        return token[best]
+        return best_child
     ends = view_end_tokens(cursor)
     best_end = argmax_child(row, ends, 0, ends.shape[0])
     if best_end == NO_NODE:
         if best == NO_NODE:
             return _pick_lowest(cursor, token, start, stop)
-        return token[best]
-    if best == NO_NODE or row[ends[best_end]] > row[token[best]]:
+        return best_child
+    if best == NO_NODE or row[ends[best_end]] > row[best_child]:
         return ends[best_end]
-    if row[ends[best_end]] == row[token[best]]:
-        return min(ends[best_end], token[best])
-    return token[best]
+    if row[ends[best_end]] == row[best_child]:
+        return min(ends[best_end], best_child)
+    return best_child
 
 
 @jit
 def _pick_lowest(cursor, token, start, stop):
     """No valid logit is above -inf: take the lowest valid id and say so."""
     cursor["status"] = ALL_INVALID
-    lowest = END
+    lowest = np.int64(END)
     if start < stop:
-        lowest = token[start]
+        lowest = id_at(token, start, cursor["min_width"])
     if cursor["on_end"] != ON_END_MASS and ends_leaf(cursor):
         ends = view_end_tokens(cursor)
         if ends.shape[0] > 0 and (lowest == END or ends[0] < lowest):
-            lowest = ends[0]
+            lowest = np.int64(ends[0])
     cursor["picked"] = lowest
     return TROUBLE
 
@@ -564,8 +584,9 @@ def gather_options(cursor, row, ids, logits):
     start, stop = child_range(cursor)
     n_options = 0
     for edge in range(start, stop):
-        logit = row[token[edge]]
-        ids[n_options] = token[edge]
+        child = id_at(token, edge, row.shape[0])
+        logit = row[child]
+        ids[n_options] = child
         logits[n_options] = logit if logit == logit else -np.inf
         n_options += 1
     if not ends_leaf(cursor):
@@ -701,7 +722,7 @@ def score_pick(cursor, row, picked):
     first, second = stop_best, -np.inf
     n_infinite = 1 if stop_logit == np.inf else 0
     for edge in range(start, stop):
-        logit = np.float64(row[token[edge]])
+        logit = np.float64(row[id_at(token, edge, row.shape[0])])
         if logit == np.inf:
             n_infinite += 1
         if logit > first:
@@ -719,7 +740,7 @@ def score_pick(cursor, row, picked):
         return
     total = math.exp(stop_logit - first)
     for edge in range(start, stop):
-        logit = np.float64(row[token[edge]])
+        logit = np.float64(row[id_at(token, edge, row.shape[0])])
         if logit == logit:
             total += math.exp(logit - first)
     chosen = stop_logit
@@ -751,13 +772,13 @@ def _logsumexp_children(row, token, start, stop):
     """Sum, in log space, the children's logits; NaN counts as -inf."""
     largest = -np.inf
     for edge in range(start, stop):
-        if row[token[edge]] > largest:
-            largest = np.float64(row[token[edge]])
+        if row[id_at(token, edge, row.shape[0])] > largest:
+            largest = np.float64(row[id_at(token, edge, row.shape[0])])
     if largest == -np.inf or largest == np.inf:
         return largest
     total = 0.0
     for edge in range(start, stop):
-        logit = np.float64(row[token[edge]])
+        logit = np.float64(row[id_at(token, edge, row.shape[0])])
         if logit == logit:
             total += math.exp(logit - largest)
     return largest + math.log(total)
@@ -773,7 +794,7 @@ def _share_infinite(row, token, start, stop, out):
     n_foreign = n_infinite
     for edge in range(start, stop):
         out[edge - start] = -np.inf
-        if row[token[edge]] == np.inf:
+        if row[id_at(token, edge, row.shape[0])] == np.inf:
             out[edge - start] = -math.log(n_infinite)
             n_foreign -= 1
     return math.log(n_foreign / n_infinite) if n_foreign > 0 else -np.inf
@@ -797,7 +818,7 @@ def score_children(row, token, start, stop, out):
         return -np.inf
     total = largest + math.log(math.exp(foreign - largest) + math.exp(children - largest))
     for edge in range(start, stop):
-        logit = np.float64(row[token[edge]])
+        logit = np.float64(row[id_at(token, edge, row.shape[0])])
         out[edge - start] = logit - total if logit == logit else -np.inf
     return foreign - total
 
@@ -821,6 +842,7 @@ def measure_valid_mass(address, row):
 
 # llama.cpp's candidates are three words, the logit one of them: which words of 16 records are logits.
 _RECORD_BYTES = 12
+_MAX_TOKEN = np.iinfo(np.int32).max
 _LOGIT_WORDS = np.tile(np.array([True, False, False]), 16)
 
 
@@ -864,14 +886,16 @@ def keep_allowed(address, row):
     end = 0
     # Children and end tokens are merged in ascending order, the gaps between them filled.
     while edge < stop or end < ends.shape[0]:
-        kept = token[edge] if edge < stop else ends[end]
+        child = id_at(token, edge, row.shape[0]) if edge < stop else np.int64(_MAX_TOKEN)
+        kept = child
         if end < ends.shape[0] and ends[end] <= kept:
-            kept = ends[end]
+            kept = np.int64(ends[end])
             end += 1
-        if edge < stop and token[edge] == kept:
+        if edge < stop and child == kept:
             edge += 1
         row[position:kept] = -np.inf
-        position = kept + 1
+        # Never back, as in ``foreign_logsumexp``.
+        position = max(position, kept + 1)
     row[position:] = -np.inf
 
 
@@ -963,7 +987,6 @@ def _overload_fetch_add(address, delta):
     return lambda address, delta: _fetch_add(address, delta)
 
 
-_MAX_TOKEN = np.iinfo(np.int32).max
 _REFERENCES_OFFSET = dict(NATIVE.fields or {})["references"][1]
 _NATIVE_SIZE = NATIVE.itemsize
 
@@ -1101,16 +1124,22 @@ def probe_free(sampler_address):
 
 @jit
 def is_ordered(address, data_address, size):
-    """Whether slot t of the candidates still holds id t, for every token that is allowed. O(K)."""
+    """Whether slot t of the candidates still holds id t, for every token that is allowed. O(K).
+
+    What follows writes to those slots, so ids out of order or range, of a damaged file, are no order either.
+    """
     cursor = view_cursor(address)
     if size < cursor["min_width"]:
         return False
     ids = view_int32(data_address, 3 * size)
     token = view_tokens(cursor)
     start, stop = child_range(cursor)
+    before = np.int64(-1)
     for edge in range(start, stop):
-        if ids[3 * token[edge]] != token[edge]:
+        child = np.int64(token[edge])
+        if child <= before or child >= size or ids[3 * child] != child:
             return False
+        before = child
     ends = view_end_tokens(cursor)
     for i in range(ends.shape[0]):
         if ids[3 * ends[i]] != ends[i]:
@@ -1369,7 +1398,7 @@ def _put_back(native, fields, ids, logits, token, start, stop, ends, n_ends, n_v
         status = NO_CANDIDATE
     else:
         if start < stop:
-            kept = token[start]
+            kept = id_at(token, start, native["min_width"])
         if n_ends > 0 and (kept == NO_TOKEN or ends[0] < kept):
             kept = ends[0]
         if kept == NO_TOKEN and ends.shape[0] > 0:

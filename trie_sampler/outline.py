@@ -46,6 +46,7 @@ class Facts:
     @classmethod
     def of(cls, trie: TokenTrie) -> Facts:
         """Count. O(S)."""
+        trie._require_sound()
         n_children = np.diff(trie.first_child)
         ends = trie.leaf != NO_LEAF
         return cls(
@@ -70,6 +71,7 @@ def draw(trie: TokenTrie, tokenizer: Tokenizer | None, *, max_lines: int) -> Tre
         tokenizer: shows tokens by their text; without one they are ids.
         max_lines: nodes drawn at most; forced runs share a line.
     """
+    trie._require_sound()
     drawing = Tree(Text(f"{trie.n_leaves} choices"), highlight=False)
     waiting: list[tuple[Any, int]] = []
     for path, root in trie.roots.items():

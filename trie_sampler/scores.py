@@ -51,6 +51,7 @@ class Paths:
     def __init__(self, trie: TokenTrie, root: int) -> None:
         if trie.target is not None:
             raise TrieSamplerError("the paths of a graph cannot be listed")
+        trie._require_sound()
         first_child = trie.first_child.astype(np.int64)
         ends_here = (trie.leaf != NO_LEAF).astype(np.int64)
         # Breadth-first numbers make each level a range, and so the children of a range.
@@ -232,6 +233,7 @@ class GraphScores:
     def __init__(self, trie: TokenTrie, root: int, *, walks: bool) -> None:
         if trie.target is None or trie.sole_leaf is None:
             raise TrieSamplerError("a tree has one way to write each path")
+        trie._require_sound()
         self._trie = trie
         self._target = trie.target
         self._sole_leaf = trie.sole_leaf

@@ -693,8 +693,7 @@ class StreamSession:
         return _Walk("span" if cursor.must_end or not cursor.is_active else "length", None)
 
     def _count_options(self, trie: TokenTrie, node: int) -> int:
-        n_children = int(trie.first_child[node + 1] - trie.first_child[node])
-        return n_children + (len(self._tokenizer.eog_ids) if trie.is_terminal(node) else 0)
+        return len(trie.children(node)) + (len(self._tokenizer.eog_ids) if trie.is_terminal(node) else 0)
 
     def _finish(self, cursor: TrieCursor) -> Sequence[int]:
         return finish_leaf(self._tokenizer, cursor.trie, cursor.node, self._decoder.tokens)

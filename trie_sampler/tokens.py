@@ -428,10 +428,13 @@ def finish_leaf(tokenizer: Tokenizer, trie: Any, node: int, before: Sequence[int
     here = node
     while not trie.is_terminal(here):
         # Later nodes have more bytes behind them.
-        edges = slice(trie.first_child[here], trie.first_child[here + 1])
-        edge = edges.start + int(trie.target[edges].argmax())
-        longest.append(int(trie.token[edge]))
-        here = int(trie.target[edge])
+        edges = trie._edges_of(here)
+        ends = trie.target[edges]
+        # A damaged file may lead nowhere, or in a circle.
+        if not len(ends) or not here < ends.max() < trie.n_nodes:
+            return ()
+        longest.append(int(trie.token[edges.start + ends.argmax()]))
+        here = int(ends.max())
     rest = tokenizer.detokenize(longest)
     tokens = _continue(tokenizer, edge_of(tokenizer, before), rest) if _is_text(rest) else None
     return tokens if tokens is not None and tokenizer.detokenize(tokens) == rest else tuple(longest)
