@@ -17,7 +17,7 @@ from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import Step, TrieCursor
 from trie_sampler.errors import VocabMismatchError, warn
 from trie_sampler.layout import END
-from trie_sampler.payload import TokenTreePayload
+from trie_sampler.payload import PayloadText, TokenTreePayload
 from trie_sampler.tokens import Tokenizer, edge_of, spell_choices
 from trie_sampler.trie import TokenTrie
 
@@ -104,7 +104,7 @@ class Binding:
     def of(
         cls,
         tokenizer: Tokenizer,
-        source: ChoicesLike | TokenTrie | TokenTreePayload | bytes,
+        source: ChoicesLike | TokenTrie | TokenTreePayload | PayloadText,
         *,
         path: str | None = None,
         strict: bool = False,
@@ -116,8 +116,8 @@ class Binding:
 
         Args:
             tokenizer: the model's vocabulary.
-            source: see ``Choices.of``; or a ``TokenTrie``, or a ``TokenTreePayload`` or its JSON as bytes, whose
-                tries are kept in ``TrieCache.shared()``.
+            source: see ``Choices.of``; or a ``TokenTrie``; or a payload, whose tries are kept in
+                ``TrieCache.shared()``.
             path: of a payload, take only this descriptor.
             strict: see ``TokenTrie.check_vocab``.
             model_id: see ``TokenTrie.from_payload``.
@@ -127,12 +127,15 @@ class Binding:
         Raises:
             PayloadError, EmptyTrieError, UnknownPathError, VocabMismatchError, TypeError, ValueError: as those.
         """
-        if isinstance(source, (TokenTrie, TokenTreePayload, bytes)) and spelling not in (None, Spelling()):
-            raise ValueError(f"a {type(source).__name__} is spelled already; {spelling} has no effect on it")
+        is_payload = isinstance(source, (TokenTreePayload, PayloadText))
+        if (is_payload or isinstance(source, TokenTrie)) and spelling not in (None, Spelling()):
+            kind = "TokenTreePayload" if is_payload else "TokenTrie"
+            raise ValueError(f"a {kind} is spelled already; {spelling} has no effect on it")
         spelling = spelling or Spelling()
-        if isinstance(source, (TokenTreePayload, bytes)):
+        if isinstance(source, (TokenTreePayload, PayloadText)):
+            payload = source.text if isinstance(source, PayloadText) else source
             trie, choices_by_path = TrieCache.shared().look_up(
-                source, path, vocab=tokenizer, strict=strict, model_id=model_id
+                payload, path, vocab=tokenizer, strict=strict, model_id=model_id
             )
             return cls(tokenizer, trie, choices_by_path, spelling, is_quiet=is_quiet)
         if isinstance(source, TokenTrie):

@@ -14,7 +14,7 @@ from trie_sampler.choice import Choice
 from trie_sampler.choices import Choices, ChoicesLike, take_spelling
 from trie_sampler.cursor import Sampling, Step, TrieCursor, check_choice
 from trie_sampler.errors import TrieSamplerError, UnknownPathError
-from trie_sampler.llama.decoder import Decoder
+from trie_sampler.llama.decoder import Decoder, alone_with
 from trie_sampler.llama.forest import forget_forest
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, forget_tokenizer, prompt_tokens, require_engine
 from trie_sampler.ranking import draw_joint, rank, with_none
@@ -87,6 +87,8 @@ def choose(
             ``on_fault="raise"``, logits that say nothing.
         TypeError, ValueError: arguments of another kind; unknown settings.
 
+    Threads: calls on one ``Llama`` wait for each other, here and in ``rank`` and sessions; the host's own do not.
+
     Cost: the prompt and, but for "best" (see ``rank``), one decode for each further decision: a node with
     several children, or a choice that another begins with. Tokens without alternative ride along. With a
     single choice the model is not asked at all.
@@ -138,10 +140,11 @@ def choose(
         raise UnknownPathError(f"say which path to choose from: {list(trie.paths)}")
     decoder = Decoder(llm, tokens)
     decoder.require_room(trie.depth, "a choice")
-    mass = cursor.valid_mass(decoder.row()) if valid_mass else None
     walked: list[Step] = []
-    for move in walk_span(decoder, cursor, samples=method == "sample"):
-        walked += move.steps if move.end is None else (move.end,)
+    with alone_with(llm):
+        mass = cursor.valid_mass(decoder.row()) if valid_mass else None
+        for move in walk_span(decoder, cursor, samples=method == "sample"):
+            walked += move.steps if move.end is None else (move.end,)
     choice = binding.make_choice(cursor, walked, mass)
     door = {
         "prompt_tokens": len(tokens),

@@ -17,7 +17,7 @@ import hashlib
 import json
 import reprlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
@@ -233,6 +233,12 @@ class TokenTreePayload(WireModel):
             '7e15c6e00d5b'
         """
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+class PayloadText(NamedTuple):
+    """The JSON of a payload, where a text could also be something else."""
+
+    text: str | bytes
 
 
 def as_json(text: str | bytes) -> bytes:

@@ -24,7 +24,7 @@ from trie_sampler.choice import Choice, ChoiceStep
 from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import check_choice
 from trie_sampler.errors import EngineError, UnknownPathError
-from trie_sampler.llama.decoder import Decoder
+from trie_sampler.llama.decoder import Decoder, alone_with
 from trie_sampler.llama.forest import MAX_EXTRA, N_SEQUENCES, Forest, Twig
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_engine
 from trie_sampler.progress import Progress
@@ -504,8 +504,9 @@ def rank(
     scored = _Scored.of(llm, choices, path, none_choice, spelling, "rank")
     trie, root, tokens = scored.behind(prompt)
     Decoder(llm, tokens).require_room(trie.depth, "a choice")
-    offsets = scored.offsets(neutral, normalize)
-    found = search(llm, trie, root, tokens, normalize=normalize, offsets=offsets, n_best=top_k, max_nodes=max_nodes)
+    with alone_with(llm):
+        offsets = scored.offsets(neutral, normalize)
+        found = search(llm, trie, root, tokens, normalize=normalize, offsets=offsets, n_best=top_k, max_nodes=max_nodes)
     return scored.choices(trie, root, found, top_k, steps=steps)
 
 

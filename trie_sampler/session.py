@@ -23,10 +23,10 @@ from trie_sampler.choices import ChoicesLike, Spelling, take_spelling
 from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode, check_choice
 from trie_sampler.errors import EngineError, TrieSamplerError, UnknownPathError
 from trie_sampler.llama.chain import SamplingParams, check_tokens
-from trie_sampler.llama.decoder import Decoder
+from trie_sampler.llama.decoder import Decoder, alone_with
 from trie_sampler.llama.picker import Picker
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_open
-from trie_sampler.payload import TokenTreePayload, as_json
+from trie_sampler.payload import PayloadText, TokenTreePayload
 from trie_sampler.span import walk_span
 from trie_sampler.tokens import Tokenizer, continue_text, finish_leaf
 from trie_sampler.trie import TokenTrie
@@ -372,7 +372,7 @@ class StreamSession:
         stops = tuple(map(operator.index, stop_tokens))
         check_tokens("stop_tokens", stops, self._tokenizer.n_vocab)
         if isinstance(source, (str, bytes)):
-            source = as_json(source)
+            source = PayloadText(source)
         binding = Binding.of(self._tokenizer, source, path=path, strict=strict, model_id=model_id, spelling=wanted)
         span = Span(binding, samples, path, on_end, stop_tokens=stops, **of_cursors)
         trie = binding.trie or TokenTrie.from_ragged([0], [0, 1])
@@ -484,7 +484,7 @@ class StreamSession:
     ) -> Generation:
         """A span, free text, or the one and then the other; settings are checked already."""
         before = list(self._decoder.tokens)
-        with self._running(output):
+        with self._running(output), alone_with(self._llm):
             if free is not None or self._picker is not None or params.grammar:
                 self._obtain_picker(params)
             cursor = None

@@ -6,10 +6,15 @@ logits for the last of them only. What nobody asks about is never decoded.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
+import os
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import llama_cpp
@@ -19,6 +24,39 @@ from llama_cpp import Llama
 
 from trie_sampler.errors import EngineError
 from trie_sampler.llama.vocab import require_engine, require_open
+
+_logger = logging.getLogger(__name__)
+
+_locks: weakref.WeakKeyDictionary[Llama, threading.RLock] = weakref.WeakKeyDictionary()
+_lock_of_locks = threading.Lock()
+
+
+@contextlib.contextmanager
+def alone_with(llm: Llama) -> Iterator[None]:
+    """Keep this library's calls from other threads off a ``Llama``: they wait, and say so in the log.
+
+    A ``Llama`` has one context, and two threads in it end the process. The host's own calls know nothing of this.
+    """
+    with _lock_of_locks:
+        lock = _locks.setdefault(llm, threading.RLock())
+    if not lock.acquire(blocking=False):
+        _logger.info("waiting for another thread that uses the same Llama")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _after_fork() -> None:
+    """A forked process has none of the threads that may have held a lock."""
+    global _lock_of_locks  # noqa: PLW0603 - the lock itself may be held
+    _lock_of_locks = threading.Lock()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Decoder:

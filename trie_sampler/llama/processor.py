@@ -23,7 +23,7 @@ from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode
 from trie_sampler.errors import EngineError, TrieSamplerError, UnknownPathError, warn
 from trie_sampler.layout import NO_TOKEN
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens
-from trie_sampler.payload import TokenTreePayload, as_json
+from trie_sampler.payload import PayloadText, TokenTreePayload
 from trie_sampler.trie import TokenTrie
 
 _ANOTHER_LLAMA = "this constraint was made for another Llama; make one for each"
@@ -223,9 +223,8 @@ class TrieLogitsProcessor(LogitsProcessorList):
             PayloadError, EmptyTrieError, UnknownPathError, VocabMismatchError: see
                 ``TokenTrie.from_payload``.
         """
-        if not isinstance(payload, TokenTreePayload):
-            payload = as_json(payload)
-        binding = Binding.of(as_tokenizer(llm), payload, path=path, strict=strict, model_id=model_id)
+        source = payload if isinstance(payload, TokenTreePayload) else PayloadText(payload)
+        binding = Binding.of(as_tokenizer(llm), source, path=path, strict=strict, model_id=model_id)
         return cls(llm, binding, **settings)
 
     # --- what a caller asks --------------------------------------------------------------------
