@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,9 +43,12 @@ from trie_sampler.scores import (
 from trie_sampler.tokens import Tokenizer
 from trie_sampler.trie import TokenTrie
 
-_FEWEST_A_ROUND, _MOST_A_ROUND = 4, 16
-"""Nodes evaluated at once by the search: more are wasted where the first decide, fewer make more decodes. A long
-search takes a quarter of those that it has evaluated already."""
+_FEWEST_A_ROUND, _MOST_A_ROUND = 6, 16
+"""Nodes evaluated at once by the search, each with what has to follow it: more are wasted where the first decide, fewer
+make more decodes. A long search takes a quarter of those that it has evaluated already."""
+
+_LONGEST_RUN = 8
+"""Nodes in a row without a branch that are evaluated together: a run is hardly ever what decides."""
 
 _TAIL = 1e-3
 """Share of all that choices weigh which ways to write them may have that were not evaluated."""
@@ -163,25 +167,34 @@ class Growth:
 
     # --- a few at a time -----------------------------------------------------------------------
 
-    def evaluate_some(self, nodes: Sequence[Any], scores: PathScores | GraphScores) -> None:
-        """Evaluate open nodes in one batch, each in a sequence that goes on from its parent's."""
+    def evaluate_some(self, runs: Sequence[Sequence[Any]], scores: PathScores | GraphScores) -> None:
+        """Evaluate open nodes in one batch.
+
+        Args:
+            runs: each an open node and nodes behind it, one child after the other; it gets a sequence that goes on
+                from its parent's.
+            scores: take the rows in.
+        """
+        nodes = [node for run in runs for node in run]
         if self._decoder is not None:
             self._one_by_one(nodes, scores)
             return
         twigs: list[Twig] = []
         wanted: list[int] = []
-        for node in nodes:
-            path = self.path_to(node)
+        ends = [run[-1] for run in runs]
+        for run in runs:
+            path = self.path_to(run[-1])
             alive = next((place for place in range(len(path) - 1, -1, -1) if path[place] in self._sequence_of), -1)
             source = self._sequence_of[path[alive] if alive >= 0 else self._root]
-            sequence = self._take_sequence(keep={source}, besides=nodes)
+            sequence = self._take_sequence(keep={source}, besides=ends)
             self._forest.share(source, [sequence])
             twigs += [self._twig(step, (sequence,)) for step in path[alive + 1 :]]
-            wanted.append(len(twigs) - 1)
-            self._sequence_of[node] = sequence
+            wanted += range(len(twigs) - len(run), len(twigs))
+            self._sequence_of[run[-1]] = sequence
         rows = self._forest.evaluate(twigs, wanted)
-        for node, row in zip(nodes, rows, strict=True):
-            if not scores.evaluate(node, row):
+        opened = [scores.evaluate(node, row) for node, row in zip(nodes, rows, strict=True)]
+        for node, is_open in zip(nodes, opened, strict=True):
+            if not is_open and node in self._sequence_of:
                 self._give_back(node)
 
     def _take_sequence(self, keep: set[int], besides: Sequence[Any]) -> int:
@@ -335,21 +348,26 @@ def _search_best(
             lower, upper, path_upper = bounds()
             if _is_settled(lower, upper, n_best):
                 return True
-            n_nodes = min(max(_FEWEST_A_ROUND, scores.n_evaluated // 4), growth.most_a_round)
-            if max_nodes is not None:
-                n_nodes = min(n_nodes, max_nodes - scores.n_evaluated)
+            n_left = sys.maxsize if max_nodes is None else max_nodes - scores.n_evaluated
+            n_nodes = min(max(_FEWEST_A_ROUND, scores.n_evaluated // 4), growth.most_a_round, n_left)
             if n_nodes <= 0:
                 return False
             # Bounds only sink and scores only rise: a node that cannot reach the best never will.
             needed = float(np.partition(lower, -n_best)[-n_best]) if n_best <= len(lower) else -np.inf
             worth = {node: float(path_upper[paths.first[node] : paths.last[node]].max()) for node in opened}
             opened = {node for node in opened if worth[node] > needed}
-            chosen = sorted(sorted(opened, key=lambda node: (-worth[node], node))[:n_nodes])
-            growth.evaluate_some(chosen, scores)
-            progress.advance(len(chosen))
-            opened.difference_update(chosen)
+            chosen = sorted(opened, key=lambda node: (-worth[node], node))[:n_nodes]
+            runs = []
+            n_left -= len(chosen)
             for node in chosen:
-                opened.update(scores.opened_by(node))
+                run = scores.run_from(node, 1 + min(n_left, _LONGEST_RUN - 1))
+                n_left -= len(run) - 1
+                runs.append(run)
+            growth.evaluate_some(runs, scores)
+            evaluated = [node for run in runs for node in run]
+            progress.advance(len(evaluated))
+            opened.update(*map(scores.opened_by, evaluated))
+            opened.difference_update(evaluated)
     return True
 
 
@@ -385,7 +403,7 @@ def _search_graph(
             chosen = sorted(opened, key=lambda way: -way.logprob)[
                 : min(growth.most_a_round, limit - scores.n_evaluated)
             ]
-            growth.evaluate_some(chosen, scores)
+            growth.evaluate_some([[way] for way in chosen], scores)
             progress.advance(len(chosen))
             opened.difference_update(chosen)
             for way in chosen:

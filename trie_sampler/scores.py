@@ -160,6 +160,17 @@ class PathScores:
                 opened.append(child)
         return opened
 
+    def run_from(self, node: int, n_most: int) -> list[int]:
+        """A node, and as long as it has one child alone and is no leaf, that child, if it has children."""
+        first_child, run = self._trie.first_child, [node]
+        while len(run) < n_most and self._trie.leaf[node] == NO_LEAF:
+            start, stop = int(first_child[node]), int(first_child[node + 1])
+            if stop - start != 1 or first_child[start] == first_child[start + 1]:
+                break
+            node = start
+            run.append(node)
+        return run
+
     def likeliest_paths(self, n_names: int) -> Ints:
         """[N] the place of each leaf's likeliest path, as far as is known; -1 for leaves without one."""
         places = np.full(n_names, -1, np.int64)
