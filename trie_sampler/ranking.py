@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,12 +42,10 @@ from trie_sampler.scores import (
 from trie_sampler.tokens import Tokenizer
 from trie_sampler.trie import TokenTrie
 
-_FEWEST_A_ROUND, _MOST_A_ROUND = 6, 16
-"""Nodes evaluated at once by the search, each with what has to follow it: more are wasted where the first decide, fewer
-make more decodes. A long search takes a quarter of those that it has evaluated already."""
-
-_LONGEST_RUN = 8
-"""Nodes in a row without a branch that are evaluated together: a run is hardly ever what decides."""
+_FIRST_ROUND, _ROUND, _LONGEST_ROUND = 8, 16, 32
+"""Nodes evaluated at once by the search: more are wasted where the first decide, fewer make more decodes. llama.cpp's
+matrix products take rows by fours or eights: on a CPU 8 nodes of a large vocabulary cost less than 5. A long search
+takes a quarter of those that it has evaluated already."""
 
 _TAIL = 1e-3
 """Share of all that choices weigh which ways to write them may have that were not evaluated."""
@@ -73,7 +70,7 @@ class Growth:
     Attributes:
         method: "tree", or "leaf by leaf" for models that cannot share a prompt between sequences.
         n_decodes: after the prompt.
-        most_a_round: nodes that ``evaluate_some`` takes at once.
+        most_a_round: runs that ``evaluate_some`` takes at once.
     """
 
     def __init__(self, llm: Llama, trie: TokenTrie, root: int, prompt: Sequence[int], paths: Paths | None) -> None:
@@ -87,8 +84,8 @@ class Growth:
         self._decoder: Decoder | None = None
         self._sequence_of: dict[Any, int] = {root: 0}
         # All that is alive at once has to fit the context.
-        self._n_sequences = min(N_SEQUENCES - 1, max(2 * _FEWEST_A_ROUND, MAX_EXTRA // trie.depth))
-        self.most_a_round = min(_MOST_A_ROUND, self._n_sequences // 2)
+        self._n_sequences = min(N_SEQUENCES - 1, max(2 * _FIRST_ROUND, MAX_EXTRA // trie.depth))
+        self.most_a_round = min(_LONGEST_ROUND, self._n_sequences // 2)
         self._free = list(range(self._n_sequences, 0, -1))
         self._n_before = 0
 
@@ -348,21 +345,23 @@ def _search_best(
             lower, upper, path_upper = bounds()
             if _is_settled(lower, upper, n_best):
                 return True
-            n_left = sys.maxsize if max_nodes is None else max_nodes - scores.n_evaluated
-            n_nodes = min(max(_FEWEST_A_ROUND, scores.n_evaluated // 4), growth.most_a_round, n_left)
+            n_nodes = _FIRST_ROUND if scores.n_evaluated == 1 else max(_ROUND, scores.n_evaluated // 32 * 8)
+            n_nodes = min(n_nodes, growth.most_a_round)
+            if max_nodes is not None:
+                n_nodes = min(n_nodes, max_nodes - scores.n_evaluated)
             if n_nodes <= 0:
                 return False
             # Bounds only sink and scores only rise: a node that cannot reach the best never will.
             needed = float(np.partition(lower, -n_best)[-n_best]) if n_best <= len(lower) else -np.inf
             worth = {node: float(path_upper[paths.first[node] : paths.last[node]].max()) for node in opened}
             opened = {node for node in opened if worth[node] > needed}
-            chosen = sorted(opened, key=lambda node: (-worth[node], node))[:n_nodes]
-            runs = []
-            n_left -= len(chosen)
-            for node in chosen:
-                run = scores.run_from(node, 1 + min(n_left, _LONGEST_RUN - 1))
-                n_left -= len(run) - 1
-                runs.append(run)
+            runs: list[list[int]] = []
+            for node in sorted(opened, key=lambda node: (-worth[node], node)):
+                # What has to follow a node is hardly ever what decides, so it comes along.
+                runs.append(scores.run_from(node, n_nodes))
+                n_nodes -= len(runs[-1])
+                if not n_nodes:
+                    break
             growth.evaluate_some(runs, scores)
             evaluated = [node for run in runs for node in run]
             progress.advance(len(evaluated))
@@ -564,7 +563,10 @@ class _Scored:
 
     def behind(self, prompt: Prompt) -> tuple[TokenTrie, int, list[int]]:
         """The trie that follows a prompt, its root, and the prompt's ids."""
-        trie, tokens = self.binding.prepare(prompt_tokens(self.llm, prompt))
+        return self._behind(prompt_tokens(self.llm, prompt))
+
+    def _behind(self, prompt_ids: Sequence[int]) -> tuple[TokenTrie, int, list[int]]:
+        trie, tokens = self.binding.prepare(prompt_ids)
         if self.path is None and len(trie.paths) > 1:
             raise UnknownPathError(f"say which path to choose from: {list(trie.paths)}")
         return trie, trie.root if self.path is None else trie.root_of(self.path), tokens
@@ -587,7 +589,7 @@ class _Scored:
 
     def _neutral_shares(self, prompt: Prompt) -> Floats:
         """[names] log-probabilities under one neutral prompt."""
-        trie, root, tokens = self.behind(prompt)
+        trie, root, tokens = self._behind(self._neutral_tokens(prompt))
         kept: Recent[_Shares] = kept_for(self.tokenizer, "neutral shares", lambda _: Recent(4096))
 
         def measure() -> _Shares:
@@ -598,6 +600,14 @@ class _Scored:
 
         # The trie is kept in the entry, so that its id stays its own.
         return kept.get((id(self.llm), id(trie), root, tuple(tokens)), measure).log_shares
+
+    def _neutral_tokens(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt that comes again and again."""
+        if not isinstance(prompt, str):
+            return prompt_tokens(self.llm, prompt)
+        kept: Recent[Any] = kept_for(self.tokenizer, "neutral tokens", lambda _: Recent(4096))
+        ids: list[int] = kept.get(prompt, lambda: np.array(prompt_tokens(self.llm, prompt), np.int32)).tolist()
+        return ids
 
     def choices(self, trie: TokenTrie, root: int, found: Ranking, n_best: int | None, *, steps: bool) -> list[Choice]:
         """The ranking as records."""
