@@ -32,7 +32,9 @@ _MARK = re.compile(rf"{_OPAQUE}|(?P<mark>::=|[()*+?]|\{{\s*(?P<fewest>\d+)\s*(?:
 
 
 def check_grammar(grammar: str) -> None:
-    """Refuse what makes llama.cpp's parser end the process or never return; other faults it tells itself.
+    """Refuse what makes llama.cpp's parser overflow its stack, or count down for ever; other faults it tells itself.
+
+    An ambiguous grammar can still take it time that grows exponentially, to parse as well as to follow.
 
     Raises:
         ValueError: parentheses nested too deeply, too many rules, or a repetition ``{m,n}`` with n < m.

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from trie_sampler.binding import Binding, kept_for
 from trie_sampler.choice import Choice
-from trie_sampler.choices import ChoicesLike, Spelling, take_spelling
+from trie_sampler.choices import Choices, ChoicesLike, Spelling, take_spelling
 from trie_sampler.cursor import Sampling, Step, TrieCursor, as_mode, check_choice
 from trie_sampler.errors import EngineError, TrieSamplerError, UnknownPathError
 from trie_sampler.llama.chain import SamplingParams, check_tokens
@@ -36,6 +36,8 @@ _T = TypeVar("_T")
 
 _SKIPS = ("exact", "canonical")
 _MIN_P = 0.05
+_LONGEST_CHARACTER = 4
+"""Bytes of UTF-8."""
 
 # Fields of SamplingParams that a session sets in its own way.
 _OF_TRIES = frozenset(
@@ -73,7 +75,7 @@ class Generation:
     """What one ``generate`` gave.
 
     Attributes:
-        text: what was added, whole characters.
+        text: what was added, whole characters; the first may have been begun by the generation before.
         tokens: its ids, end tokens left out; without a stop text, as the session's own are.
         finish_reason: "span" (the leaf is over), "eog", "stop", "length" or "cancelled".
         choice: of the trie, where one was set; its ``complete`` is False where it was cut short.
@@ -137,6 +139,24 @@ class _Walk:
     end: Step | None
 
 
+class _TextReader:
+    """Bytes to whole characters. One that is cut is left out, as the host does it."""
+
+    def __init__(self, cut: bytes, n_skipped: int) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        self._decoder.decode(cut)
+        self._n_skipped = n_skipped
+
+    def read(self, data: bytes) -> str:
+        text = self._decoder.decode(data[self._n_skipped :])
+        self._n_skipped = max(0, self._n_skipped - len(data))
+        return text
+
+    @property
+    def is_between_characters(self) -> bool:
+        return not self._n_skipped and not self._decoder.getstate()[0]
+
+
 @dataclass
 class _Output:
     """What a running generation has so far."""
@@ -144,27 +164,49 @@ class _Output:
     on_step: Callable[[StreamStep], Any] | None
     on_text_chunk: Callable[[str], Any] | None
     stops: tuple[str, ...]
-    n_skipped: int = 0  # bytes that healing writes again: they are in the text before
+    cut: bytes = b""  # of a character that the text before it began
+    n_healed: int = 0  # bytes that healing writes again: they are in the text before
     text: str = ""
     n_given: int = 0
+    n_taken: int = 0
     tokens: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
     skip_ratios: list[float] = field(default_factory=list)
     asked_to_stop: bool = False
-    # A cut character is left out, as the host does it.
-    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("ignore"))
 
-    def take(self, tokens: Sequence[int], data: bytes) -> bool:
-        """Add tokens; True where a stop text came up, which is cut off."""
+    def __post_init__(self) -> None:
+        for name, callback in {"on_step": self.on_step, "on_text_chunk": self.on_text_chunk}.items():
+            if callback is not None and not callable(callback):
+                raise TypeError(f"{name} must be callable, got {type(callback).__name__}")
+
+    def begin(self, cut: bytes, healed: bytes) -> None:
+        """What the text before it has begun, and what of it is written again."""
+        self.cut, self.n_healed = cut, len(healed)
+        self._pieces: list[bytes] = []
+        self._reader = _TextReader(cut, self.n_healed)
+
+    def take(self, tokens: Sequence[int], pieces: Sequence[bytes]) -> bool:
+        """Add tokens and what each writes; True where a stop text came up, which is cut off."""
         self.tokens.extend(tokens)
         self.pending.extend(tokens)
-        self.text += self.decoder.decode(data[self.n_skipped :])
-        self.n_skipped = max(0, self.n_skipped - len(data))
+        self.n_taken += len(tokens)
+        self._pieces.extend(pieces)
+        self.text += "".join(map(self._reader.read, pieces))
         # A stop may have begun in text that was there before, but for what was given out already.
         places = [place for stop in self.stops if (place := self.text.find(stop, self.n_given)) >= 0]
         if places:
             self.text = self.text[: min(places)]
         return bool(places)
+
+    def count_whole(self) -> tuple[int, int]:
+        """(tokens, characters): as many tokens as there are whole in the text, and what they write of it."""
+        reader = _TextReader(self.cut, self.n_healed)
+        whole, n_characters = (0, 0), 0
+        for n_tokens, piece in enumerate(self._pieces, start=1):
+            n_characters += len(reader.read(piece))
+            if n_characters <= len(self.text) and reader.is_between_characters:
+                whole = (n_tokens, n_characters)
+        return whole
 
     def give(self, *, done: bool = False) -> bool:
         """Tell the callbacks what is new, and whether one was called; text that may turn out to begin a stop waits."""
@@ -182,6 +224,14 @@ class _Output:
             self.on_step(StreamStep(tokens, chunk, done))
             called = True
         return called
+
+
+class _Snapshot(NamedTuple):
+    """Samplers at one place of an output."""
+
+    n_tokens: int
+    n_characters: int
+    picker: Picker
 
 
 class StreamSession:
@@ -229,6 +279,7 @@ class StreamSession:
         self._grammar_start = 0
         self._cancelled = threading.Event()
         self._output: _Output | None = None
+        self._snapshots: list[_Snapshot] = []
         # One thread at a time; that one may come in again, but not out of a callback.
         self._lock = threading.RLock()
         self._is_held = False
@@ -299,8 +350,6 @@ class StreamSession:
             raise TypeError(f"text to splice must be str, got {type(text).__name__}")
         tokens = continue_text(self._tokenizer, self._decoder.tokens, text.encode())
         self._decoder.require_room(len(tokens), "spliced text")
-        if self._picker is not None:
-            self._picker.require(tokens)
         self._push(tokens)
         return tokens
 
@@ -339,6 +388,8 @@ class StreamSession:
                 set before stays.
             EngineError: the session is closed or generating.
         """
+        source = _as_choices(source)
+        stop_tokens = tuple(stop_tokens)
         with self._exclusive():
             self._span = self._make_span(
                 source,
@@ -437,7 +488,8 @@ class StreamSession:
             top_k: keep the k likeliest; 0 keeps all.
             min_p: drop those below this share of the likeliest.
             seed: of the draws; ``None`` takes a random one.
-            grammar: GBNF with a rule ``root``, for text outside spans. One that is given again goes on.
+            grammar: GBNF with a rule ``root``, for text outside spans. One that is given again goes on. How long
+                llama.cpp takes for an ambiguous one, nobody knows: let no stranger write it.
             grammar_triggers: texts or ids that wake the grammar up; it lets everything through until then.
             stop: texts that end a generation; they are part of neither the text nor the context.
             skip: "exact" forces only what any run would write; "canonical" completes a trie of every spelling as
@@ -458,15 +510,17 @@ class StreamSession:
             TypeError: an unknown setting.
             Exception: what a callback raised.
         """
+        # Iterables may be generators, which run code of their own.
+        stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
+        triggers = (grammar_triggers,) if isinstance(grammar_triggers, str) else tuple(grammar_triggers)
         with self._exclusive(prefilled=True):
             check_choice("skip", skip, _SKIPS)
             if max_tokens is not None and operator.index(max_tokens) < 1:
                 raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-            stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
             if not all(isinstance(text, str) and text for text in stops):
                 raise ValueError(f"stop must be texts, none of them empty, got {stop!r}")
-            params = _params(temperature, top_p, top_k, min_p, seed, grammar, grammar_triggers, sampling)
-            draws = Sampling(max(0.0, temperature), max(0, top_k), top_p, min_p, seed)
+            params = _params(temperature, top_p, top_k, min_p, seed, grammar, triggers, sampling)
+            draws = Sampling(max(0.0, params.temp), max(0, params.top_k), top_p, min_p, seed)
             output = _Output(on_step, on_text_chunk, stops)
             free = FreeText() if self._span is None or not stop_at_span_end else None
             return self._run(self._span, free, output, params, draws, max_tokens, skip=skip)
@@ -483,37 +537,63 @@ class StreamSession:
         skip: str = "exact",
     ) -> Generation:
         """A span, free text, or the one and then the other; settings are checked already."""
+        # No context manager: an interrupt between its parts would leave the session busy for ever.
+        try:
+            self._output = output
+            if not self._is_held:
+                self._cancelled.clear()
+            with alone_with(self._llm):
+                return self._run_alone(span, free, output, params, draws, max_tokens, skip)
+        finally:
+            self._output = None
+            if not self._is_held:
+                self._cancelled.clear()
+            self._drop_snapshots()
+
+    def _run_alone(
+        self,
+        span: Span | None,
+        free: FreeText | None,
+        output: _Output,
+        params: SamplingParams,
+        draws: Sampling,
+        max_tokens: int | None,
+        skip: str,
+    ) -> Generation:
         before = list(self._decoder.tokens)
-        with self._running(output), alone_with(self._llm):
-            if free is not None or self._picker is not None or params.grammar:
-                self._obtain_picker(params)
-            cursor = None
-            if span is not None:
-                cursor = self._enter_span(span, draws, output.stops, max_tokens, text_goes_on=free is not None)
-                output.n_skipped = len(cursor.trie.healed)
-            n_prompt = len(self._decoder.tokens)
+        cursor, kept = None, before
+        # Nothing is changed before all is checked.
+        if span is not None:
+            cursor, kept = self._prepare_span(span, draws, output.stops, max_tokens, text_goes_on=free is not None)
+        if free is not None or self._picker is not None or params.grammar:
+            self._obtain_picker(params)
+        n_prompt = len(kept)
+        limit = min(self._decoder.room - n_prompt, max_tokens or self._decoder.room)
+        steps: list[Step] = []
+        walk = _Walk("length", None)
+        finish_reason = "length"
+        start = time.perf_counter()
+        try:
+            if n_prompt < len(before):
+                self._decoder.replace(kept)
             self._decoder.doubt()
             self._decoder.restart_count()
-            start = time.perf_counter()
-            limit = min(self._decoder.room - n_prompt, max_tokens or self._decoder.room)
-            steps: list[Step] = []
-            walk = _Walk("length", None)
-            finish_reason = "length"
-            try:
-                if span is not None and cursor is not None:
-                    walk = self._walk(span, cursor, steps, output, limit, skip, text_goes_on=free is not None)
-                    finish_reason = walk.reason
-                if free is not None and (cursor is None or walk.reason == "span"):
-                    finish_reason = self._write(free, output, limit)
-            except _CancelledError:
-                finish_reason = "cancelled"
-            finally:
-                if len(before) > n_prompt:
-                    self._undo_half_healing(before, n_prompt, output)
-            n_written = len(output.tokens)
-            if finish_reason == "stop":
-                self._take_back_stop(n_prompt, output, 0 if cursor is None else len(cursor.trie.healed))
-            output.give(done=True)
+            output.begin(self._cut_character(), b"" if cursor is None else cursor.trie.healed)
+            self._keep_snapshot(output)
+            if span is not None and cursor is not None:
+                walk = self._walk(span, cursor, steps, output, limit, skip, text_goes_on=free is not None)
+                finish_reason = walk.reason
+            if free is not None and (cursor is None or walk.reason == "span"):
+                finish_reason = self._write(free, output, limit)
+        except _CancelledError:
+            finish_reason = "cancelled"
+        finally:
+            if n_prompt < len(before):
+                self._undo_half_healing(before, n_prompt, output)
+        if finish_reason == "stop":
+            n_kept = self._take_back_stop(before, n_prompt, output)
+            if n_kept < len(steps):
+                walk, steps = _Walk("stop", None), steps[:n_kept]
         # Without a decode there is nothing to take the prompt's time from.
         seconds = time.perf_counter() - (self._decoder.time_of_first_row or start)
         choice = None
@@ -521,13 +601,14 @@ class StreamSession:
             choice = span.binding.make_choice(cursor, steps, complete=walk.reason == "span", end=walk.end)
         usage = Usage.of(
             prompt_tokens=n_prompt,
-            n_tokens=n_written,
+            n_tokens=output.n_taken,
             asked_to_stop=output.asked_to_stop,
             n_decodes=self._decoder.n_decodes,
             n_prefill=self._decoder.n_prefill,
             skip_ratios=output.skip_ratios,
             seconds=seconds,
         )
+        output.give(done=True)
         return Generation(output.text, tuple(output.tokens), finish_reason, choice, usage)
 
     def generate_with_usage(
@@ -551,6 +632,7 @@ class StreamSession:
         Raises:
             as ``set_token_trie`` and ``generate``.
         """
+        token_tree_payload = None if token_tree_payload is None else _as_choices(token_tree_payload)
         with self._exclusive(prefilled=True):
             self._span = (
                 None
@@ -574,11 +656,13 @@ class StreamSession:
         with self._exclusive(prefilled=True):
             self._drop_picker()
             self._cancelled.clear()
-            self._is_held = True
+            held = HeldSession(self)
             try:
-                yield HeldSession(self)
+                self._is_held = True
+                yield held
             finally:
                 self._is_held = False
+                held._is_over = True
                 self._cancelled.clear()
 
     def cancel(self) -> None:
@@ -619,7 +703,10 @@ class StreamSession:
     # --- tokens and rows -----------------------------------------------------------------------
 
     def _push(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the text; every sampler takes them in."""
+        """Append tokens to the text; every sampler takes them in, or none takes any."""
+        tokens = tuple(tokens)
+        if self._picker is not None and len(tokens) > 1:
+            self._picker.require(tokens)
         for token in tokens:
             if self._picker is not None:
                 self._picker.accept(token)
@@ -640,25 +727,23 @@ class StreamSession:
 
     # --- parts of generate ---------------------------------------------------------------------
 
-    def _enter_span(
+    def _prepare_span(
         self, span: Span, draws: Sampling, stops: Sequence[str], max_tokens: int | None, *, text_goes_on: bool
-    ) -> TrieCursor:
-        """A cursor at the root of the trie behind the text; heals the prompt's end where that is asked for."""
+    ) -> tuple[TrieCursor, list[int]]:
+        """A cursor at the root of the trie behind the text, and the tokens that healing leaves of the text."""
         for stop in stops:
             text = span.binding.find_in_texts(stop)
             if text is not None:
                 raise ValueError(f"the stop text {stop!r} is inside the choice {text!r:.80} and would cut it")
         if self._generated:
-            trie, kept = span.binding.trie_behind(self._decoder.tokens), self._decoder.tokens
+            trie, kept = span.binding.trie_behind(self._decoder.tokens), list(self._decoder.tokens)
         else:
             trie, kept = span.binding.prepare(self._decoder.tokens)
         cursor = self._make_cursor(span, trie, draws, text_goes_on=text_goes_on)
         n_more = trie.depth if max_tokens is None else min(trie.depth, max_tokens)
         if len(kept) + n_more > self._decoder.room:
             self._decoder.require_room(n_more, "a choice")
-        if len(kept) < len(self._decoder.tokens):
-            self._decoder.replace(kept)
-        return cursor
+        return cursor, kept
 
     def _walk(
         self,
@@ -683,7 +768,7 @@ class StreamSession:
                 node = trie.step(node, step.token)
             tokens = [step.token for step in move.steps]
             steps.extend(move.steps)
-            if output.take(tokens, self._tokenizer.detokenize(tokens)):
+            if output.take(tokens, [self._tokenizer.detokenize((token,)) for token in tokens]):
                 return _Walk("stop", None)
             if move.end is not None:
                 output.skip_ratios.append(1.0 - self._count_options(trie, node) / self._tokenizer.n_vocab)
@@ -706,6 +791,7 @@ class StreamSession:
         ends = self._tokenizer.eog_ids
         while len(output.tokens) < limit:
             row = self._row()
+            self._keep_snapshot(output)
             if free.ends_where_foreign and not picker.allows(int(np.argmax(row))) and picker.allows(ends[0]):
                 output.asked_to_stop = True
                 return "span"
@@ -714,7 +800,7 @@ class StreamSession:
                 output.asked_to_stop = True
                 return "eog"
             self._push([token])
-            if output.take([token], self._tokenizer.detokenize([token])):
+            if output.take([token], [self._tokenizer.detokenize((token,))]):
                 return "stop"
             if free.closers is not None and free.closers[token]:
                 return "span"
@@ -732,26 +818,63 @@ class StreamSession:
         self._decoder.replace(before)
         output.tokens, output.text = [], ""
 
-    def _take_back_stop(self, n_prompt: int, output: _Output, n_healed: int) -> None:
-        """Leave in the context what is left of the text: a stop text may begin inside of a token."""
-        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
-        n_kept = n_chars = n_bytes = so_far = 0
-        for place, token in enumerate(output.tokens, start=1):
-            piece = self._tokenizer.detokenize([token])
-            so_far += len(decoder.decode(piece[max(0, n_healed - n_bytes) :]))
-            n_bytes += len(piece)
-            if so_far <= len(output.text) and n_bytes >= n_healed and not decoder.getstate()[0]:
-                n_kept, n_chars = place, so_far
-        kept = output.tokens[:n_kept]
-        rest = output.text[n_chars:].encode()
-        if rest:
-            kept += continue_text(self._tokenizer, [*self._decoder.tokens[:n_prompt], *kept], rest)
+    def _take_back_stop(self, before: list[int], n_prompt: int, output: _Output) -> int:
+        """Leave in the context what is left of the text; how many tokens stay as they were picked.
+
+        A stop text may begin inside of a token; what it has before that is written in other tokens.
+        """
+        n_kept, n_characters = output.count_whole()
+        base = [*before[:n_prompt], *output.tokens[:n_kept]] if n_kept else before
+        rest = output.text[n_characters:].encode()
+        # Without a token left the prompt is as it was, with the end that healing took.
+        tokens = list(continue_text(self._tokenizer, base, rest)) if rest else []
         n_before = len(self._generated) - len(output.tokens)
-        output.tokens = kept
-        self._generated[n_before:] = kept
-        self._decoder.replace([*self._decoder.tokens[:n_prompt], *kept])
+        output.tokens = [*output.tokens[:n_kept], *tokens]
+        self._generated[n_before:] = output.tokens
+        self._decoder.replace([*base, *tokens])
         if self._picker is not None:
-            self._picker = self._replayed(self._picker.params, self._grammar_start)
+            self._go_back(n_kept, output.tokens)
+        return n_kept
+
+    def _keep_snapshot(self, output: _Output) -> None:
+        """Keep the samplers as they are, where a stop text may turn out to begin here."""
+        if not output.stops or self._picker is None:
+            return
+        # Of text that was given out nothing is taken back.
+        while len(self._snapshots) > 1 and self._snapshots[1].n_characters <= output.n_given:
+            self._snapshots.pop(0).picker.close()
+        self._snapshots.append(_Snapshot(len(output.tokens), len(output.text), self._picker.clone()))
+
+    def _go_back(self, n_kept: int, tokens: Sequence[int]) -> None:
+        """Make the samplers what they were after ``n_kept`` tokens of the output, and take in ``tokens`` from there on.
+
+        A grammar that names tokens by their ids may not take them in another spelling: it ends then.
+        """
+        self._drop_picker()
+        while self._snapshots:
+            snapshot = self._snapshots.pop()
+            if snapshot.n_tokens > n_kept:
+                snapshot.picker.close()
+                continue
+            self._picker = snapshot.picker
+            break
+        if self._picker is None:
+            return
+        try:
+            for token in tokens[snapshot.n_tokens :]:
+                self._picker.accept(token)
+        except EngineError:
+            self._drop_picker()
+
+    def _drop_snapshots(self) -> None:
+        while self._snapshots:
+            self._snapshots.pop().picker.close()
+
+    def _cut_character(self) -> bytes:
+        """The bytes at the text's end that only begin a character."""
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        decoder.decode(self._tokenizer.detokenize(self._generated[-_LONGEST_CHARACTER:]))
+        return decoder.getstate()[0]
 
     # --- samplers ------------------------------------------------------------------------------
 
@@ -812,18 +935,6 @@ class StreamSession:
                 raise EngineError("there is no prompt yet; call prefill first")
             yield
 
-    @contextlib.contextmanager
-    def _running(self, output: _Output) -> Iterator[None]:
-        self._output = output
-        if not self._is_held:
-            self._cancelled.clear()
-        try:
-            yield
-        finally:
-            self._output = None
-            if not self._is_held:
-                self._cancelled.clear()
-
 
 class _Rows:
     """A session's text, as ``span.RowSource``."""
@@ -838,11 +949,23 @@ class HeldSession:
 
     def __init__(self, session: StreamSession) -> None:
         self._session = session
+        self._is_over = False
+
+    def _live(self) -> StreamSession:
+        if self._is_over:
+            raise EngineError("the session is not held any more")
+        require_open(self._session._llm)
+        return self._session
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The session's vocabulary."""
-        return self._session._tokenizer
+        """The session's vocabulary.
+
+        Raises:
+            TrieSamplerError: the ``Llama`` is closed; so do all methods.
+            EngineError: the session is not held any more; so do all methods.
+        """
+        return self._live()._tokenizer
 
     def bind(self, source: Any, *, path: str | None = None, spelling: Spelling | None = None) -> Binding:
         """Bind what is chosen from to the session's vocabulary; nothing is warned about."""
@@ -850,7 +973,7 @@ class HeldSession:
 
     def splice(self, text: str) -> tuple[int, ...]:
         """See ``StreamSession.splice``."""
-        return self._session._splice(text)
+        return self._live()._splice(text)
 
     def require_grammar(self, grammar: str) -> None:
         """Refuse a grammar that does not parse.
@@ -858,7 +981,7 @@ class HeldSession:
         Raises:
             ValueError, EngineError: see ``SamplingParams`` and ``build_sampler_chain``.
         """
-        Picker(self._session._llm, SamplingParams(grammar=grammar)).close()
+        Picker(self._live()._llm, SamplingParams(grammar=grammar)).close()
 
     def run_span(
         self,
@@ -874,7 +997,7 @@ class HeldSession:
         """``generate`` with a trie that is set for this once."""
         params = _params(temperature, top_p, top_k, _MIN_P, seed, None, (), {})
         draws = Sampling(temperature, top_k, top_p, _MIN_P, seed)
-        return self._session._run(span, None, _Output(on_step, on_text_chunk, ()), params, draws, None)
+        return self._live()._run(span, None, _Output(on_step, on_text_chunk, ()), params, draws, None)
 
     def run_free(
         self,
@@ -892,7 +1015,7 @@ class HeldSession:
         """``generate`` of bounded free text."""
         params = _params(temperature, top_p, top_k, _MIN_P, seed, grammar, (), {})
         try:
-            return self._session._run(None, free, _Output(on_step, on_text_chunk, ()), params, Sampling(), max_tokens)
+            return self._live()._run(None, free, _Output(on_step, on_text_chunk, ()), params, Sampling(), max_tokens)
         finally:
             if grammar is not None:
                 # It was about this text alone, and would refuse what follows.
@@ -903,6 +1026,12 @@ class HeldSession:
         return kept_for(self.tokenizer, name, make)
 
 
+def _as_choices(source: Any) -> Any:
+    """Choices, read once: an iterable may be a generator, which runs code of its own."""
+    is_payload = isinstance(source, (str, bytes, TokenTrie, TokenTreePayload))
+    return source if is_payload else Choices.of(source)
+
+
 def _params(
     temperature: float,
     top_p: float,
@@ -910,24 +1039,27 @@ def _params(
     min_p: float,
     seed: int | None,
     grammar: str | LlamaGrammar | None,
-    triggers: Iterable[str | int],
+    triggers: tuple[str | int, ...],
     more: dict[str, Any],
 ) -> SamplingParams:
     of_tries = sorted(_OF_TRIES.intersection(more))
     if of_tries:
         raise TypeError(f"generate() got an unexpected keyword argument {of_tries[0]!r}; see set_token_trie")
-    lazy = (triggers,) if isinstance(triggers, str) else tuple(triggers)
     return SamplingParams(
         temp=float(temperature),
         top_p=float(top_p),
-        top_k=top_k,
+        top_k=_plain(top_k),
         min_p=float(min_p),
         grammar=getattr(grammar, "_grammar", grammar),
-        grammar_lazy=bool(lazy),
-        grammar_triggers=lazy,
-        **({} if seed is None else {"seed": seed}),
+        grammar_lazy=bool(triggers),
+        grammar_triggers=triggers,
+        **({} if seed is None else {"seed": _plain(seed)}),
         **more,
     )
+
+
+def _plain(number: Any) -> Any:
+    return int(number) if isinstance(number, np.integer) else number
 
 
 def _grammar_of(params: SamplingParams) -> tuple[Any, ...]:

@@ -70,9 +70,11 @@ def walk_span(
     taken: list[Step] = []
     left = cursor.trie.depth + 1 if max_tokens is None else max_tokens
     while True:
-        for token in _without_alternative(cursor, finish)[:left]:
+        run = _without_alternative(cursor, finish)[:left]
+        if len(run):
+            rows.push(run)
+        for token in run:
             cursor.accept(token)
-            rows.push([token])
             taken.append(Step(token, 0.0, np.inf, is_forced=True))
             left -= 1
         is_over = cursor.must_end or not cursor.is_active or left <= 0

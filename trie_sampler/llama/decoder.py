@@ -182,10 +182,18 @@ class Decoder:
         """Forget what the context holds past ``n_kept`` tokens; where it cannot, everything."""
         llm = self._llm
         memory: Any = llama_cpp.llama_get_memory(llm._ctx.ctx)
-        if not llama_cpp.llama_memory_seq_rm(memory, 0, n_kept, -1):
+        if self._lacks_window(memory, n_kept) or not llama_cpp.llama_memory_seq_rm(memory, 0, n_kept, -1):
             # Recurrent and hybrid models keep a state, no list of tokens.
             llama_cpp.llama_memory_clear(memory, True)
             n_kept = 0
         llm.n_tokens = n_kept
         # Newer hosts take logits of an exactly cached prompt as they are, unless this says not to.
         llm._requires_eval = True
+
+    def _lacks_window(self, memory: Any, n_kept: int) -> bool:
+        """Whether a cache that forgets what left the attention window no longer has the one before ``n_kept``."""
+        get_first = getattr(llama_cpp, "llama_memory_seq_pos_min", None)
+        if get_first is None or not n_kept:
+            return False
+        window = int(llama_cpp.llama_model_n_swa(self._llm.model))
+        return window > 0 and int(get_first(memory, 0)) > max(0, n_kept - window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import weakref
 from collections.abc import Iterable, Sequence
@@ -57,15 +58,19 @@ class Picker:
         candidates["id"] = self._ids
         candidates["logit"] = row if allowed is None else np.where(allowed, row, -np.inf)
         candidates["p"] = 0.0
-        array = _array_of(candidates)
         if self._grammar is not None:
-            self._grammar.apply(array)
-        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
-        # Where everything is at -inf, llama.cpp picks one all the same.
+            self._grammar.apply(_array_of(candidates))
+        # Of candidates at -inf llama.cpp would pick one where all are, and some samplers count them.
+        is_open = candidates["logit"] > -np.inf
+        if not is_open.all():
+            candidates = candidates[is_open]
+        array = _array_of(candidates)
+        if array.size:
+            llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
         if not 0 <= array.selected < array.size or array.data[array.selected].logit == -np.inf:
             raise EngineError("the grammar or the samplers leave none of the tokens that may come here")
         token = int(array.data[array.selected].id)
-        if not self.allows(token) or (allowed is not None and not allowed[token]):
+        if not self.allows(token):
             raise EngineError(f"the grammar does not allow token {token}, which the samplers picked")
         return token
 
@@ -96,6 +101,14 @@ class Picker:
         """Take in tokens from before the grammar began: every sampler but the grammar."""
         for token in tokens:
             llama_cpp.llama_sampler_accept(self._chain, token)
+
+    def clone(self) -> Picker:
+        """Another in the same state, random numbers included."""
+        twin = copy.copy(self)
+        twin._chain = chain = llama_cpp.llama_sampler_clone(self._chain)
+        twin._finalizer = weakref.finalize(twin, llama_cpp.llama_sampler_free, chain)
+        twin._grammar = None if self._grammar is None else self._grammar.clone()
+        return twin
 
     def close(self) -> None:
         """Free the samplers."""
@@ -163,9 +176,13 @@ class _Grammar:
         elif not self._try_waking(token, keep=True):
             raise _refusal(token)
 
+    def clone(self) -> _Grammar:
+        twin = _Grammar(self._tokenizer, llama_cpp.llama_sampler_clone(self._sampler), self._triggers)
+        twin._heard = self._heard.copy()
+        return twin
+
     def require(self, tokens: Sequence[int]) -> None:
-        trial = _Grammar(self._tokenizer, llama_cpp.llama_sampler_clone(self._sampler), self._triggers)
-        trial._heard = self._heard.copy()
+        trial = self.clone()
         try:
             for token in tokens:
                 trial.accept(token)
