@@ -321,3 +321,18 @@ def test_something_that_cannot_decode(tiny_model_path: Path) -> None:
             Decoder(llm, IDS)  # type: ignore[arg-type]
     with loaded(tiny_model_path, vocab_only=True) as llm, pytest.raises(TrieSamplerError, match="vocab_only"):
         Decoder(llm, IDS)
+
+
+def test_a_window_that_was_forgotten_is_evaluated_anew(gemma: Llama) -> None:
+    """A cache without the full window cannot go back to before what left it; its rows would be wrong."""
+    from llama_cpp import Llama
+
+    llm = Llama(gemma.model_path, n_ctx=2048, n_threads=2, swa_full=False, verbose=False)
+    long = list(range(2000, 3400))
+    short = [*long[:700], 5, 6, 7]
+    ref = Decoder(llm, short).row().copy()
+    Decoder(llm, long).row()
+    comp = Decoder(llm, short).row().copy()
+    assert np.abs(ref - comp).max() < 1.0
+    assert llm.n_tokens == len(short)
+    llm.close()

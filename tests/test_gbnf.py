@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from trie_sampler.gbnf import JSON_VALUE, check_grammar, has_rules, quote, with_prefix
+from trie_sampler.gbnf import JSON_VALUE, check_grammar, embed, quote
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,32 @@ def test_checking_takes_no_time_out_of_proportion() -> None:
 
 @pytest.mark.parametrize(
     ("text", "quoted"),
-    [("a", '"a"'), ("", '""'), ('"', r'"\""'), ("\\", r'"\\"'), ("\n\x00", r'"\x0A\x00"'), ("Ж", '"Ж"')],
+    [("a", '"a"'), ("", '""'), ('"', r'"\""'), ("\\", r'"\\"'), ("\n\x1f", r'"\x0A\x1F"'), ("Ж", '"Ж"')],
 )
 def test_quoting(text: str, quoted: str) -> None:
     assert quote(text) == quoted
 
 
-def test_rules_and_right_sides() -> None:
-    assert has_rules('root ::= "a"')
-    assert has_rules('a ::= "b"\n  root ::= a')
-    assert not has_rules('"root ::= a"')
-    assert not has_rules("[0-9]+")
+def test_a_nul_has_no_place_in_a_grammar() -> None:
+    with pytest.raises(ValueError, match="NUL"):
+        quote("a\0b")
 
 
-def test_rules_get_a_prefix_outside_of_texts() -> None:
-    rules = 'root ::= word "word" [word] # word\nword ::= "x" words\nwords ::= ""'
-    assert with_prefix(rules, "s-") == 's-root ::= s-word "word" [word] # word\ns-word ::= "x" s-words\ns-words ::= ""'
+@pytest.mark.parametrize(
+    ("rule", "embedded"),
+    [
+        ('"a"', 's-root ::= (\n"a"\n)'),
+        ("", "s-root ::= (\n\n)"),
+        ('"1" | "2" # one or two', 's-root ::= (\n"1" | "2" # one or two\n)'),
+        ('root ::= "a"', 's-root ::= "a"'),
+        ('x\nx ::= "1"', 's-root ::= s-x\ns-x ::= "1"'),
+        ("root ::= string", "s-root ::= string"),
+        ('root ::= 0x {2}\n0x ::= "1"\n2 ::= ""', 's-root ::= s-0x {2}\ns-0x ::= "1"\ns-2 ::= ""'),
+        (
+            'root ::= word "word" [word] <word> # word\nword ::= "x" words\nwords ::= ""',
+            's-root ::= s-word "word" [word] <word> # word\ns-word ::= "x" s-words\ns-words ::= ""',
+        ),
+    ],
+)
+def test_rules_get_names_of_their_own(rule: str, embedded: str) -> None:
+    assert embed(rule, "s-") == embedded

@@ -792,3 +792,27 @@ def test_a_callbacks_error_comes_out_of_an_engine_that_wraps_it() -> None:
 def test_no_engine(abi: Any) -> None:
     with pytest.raises(TypeError, match="an engine needs"):
         run(abi)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"temperature": "x"}, TypeError),
+        ({"top_p": float("nan")}, ValueError),
+        ({"prompt_tokens": [1, -1]}, ValueError),
+        ({"on_step": 5}, TypeError),
+        ({"on_text_chunk": "x"}, TypeError),
+    ],
+)
+def test_arguments_are_refused_before_the_engine_is_asked(settings: dict[str, Any], error: type[Exception]) -> None:
+    engine = Engine()
+    with pytest.raises(error):
+        run(engine, **settings)
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("name", ["prefill", "generate"])
+def test_a_code_that_is_none(name: str) -> None:
+    engine: Any = Engine(prefilled=None) if name == "prefill" else Engine(code=None)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=f"{name} gave None instead of a code"):
+        run(engine)

@@ -372,3 +372,225 @@ def test_saved_passes_of_small_batches(tiny_model_path: Any, n_batch: int) -> No
             assert 0 <= done.usage.forward_passes_saved <= done.usage.forward_passes_total
             session.splice(" and then some more of it:")
     llm.close()
+
+
+# --- a stop text, and what is as if it had never come -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", ["tiny", "tiny_bpe"])
+@pytest.mark.parametrize(
+    ("prompt", "choices", "spelling"),
+    [
+        ("http:", ["//a", "//b"], {"lead": "", "heal": True}),
+        ("The answer is acti", ["on", "ve"], {"lead": "", "heal": True}),
+        ("The answer is acti", ["on", "ve"], {"lead": "", "heal": True, "tokenization": "every"}),
+        ("a ", ["redwood", "blue"], {"heal": True}),
+    ],
+)
+def test_a_stop_text_over_a_healed_leaf(
+    request: pytest.FixtureRequest, vocab: str, prompt: str, choices: list[str], spelling: dict[str, Any]
+) -> None:
+    llm = request.getfixturevalue(vocab)
+    with StreamSession.open(llm) as session:
+
+        def ask(**settings: Any) -> Any:
+            session.prefill(prompt)
+            session.set_token_trie(choices, **spelling)
+            return session.generate(15, stop_at_span_end=False, **settings, **GREEDY)
+
+        ref = ask()
+        leaf = ref.choice.name
+        for start in range(len(ref.text) - 1):
+            stop = ref.text[start : start + 3]
+            if any(stop in choice for choice in choices):
+                continue
+            done = ask(stop=stop)
+            assert done.text == ref.text[: ref.text.index(stop)]
+            assert as_tokenizer(llm).detokenize(session.tokens).decode("utf-8", "ignore") == prompt + done.text
+            assert done.choice.complete is (len(done.text) >= len(leaf))
+            assert (done.choice.name == leaf) is done.choice.complete
+            assert leaf.startswith(done.choice.text)
+
+
+def test_draws_go_on_after_a_stop_text(tiny: Llama, session: StreamSession) -> None:
+    sampled: dict[str, Any] = {"temperature": 1.5, "seed": 7, "top_k": 0, "min_p": 0.0, "top_p": 1.0}
+    n_checked = 0
+    for more in ({}, {"mirostat": 2}, {"penalty_repeat": 1.3}, {"dry_multiplier": 0.8}):
+        session.prefill(PROMPT)
+        ref = session.generate(20, **sampled, **more)
+        tokenizer = as_tokenizer(tiny)
+        for place in range(3, 12):
+            stop = tokenizer.detokenize(ref.tokens[place : place + 1]).decode("utf-8", "replace")
+            before = tokenizer.detokenize(ref.tokens[:place])
+            if "\ufffd" in stop or not stop or stop.encode() in before:
+                continue
+            session.prefill(PROMPT)
+            done = session.generate(20, stop=stop, **sampled, **more)
+            if done.tokens != ref.tokens[:place]:
+                continue  # the stop begins in the token before
+            assert session.generate(20 - place, **sampled, **more).tokens == ref.tokens[place:]
+            n_checked += 1
+    assert n_checked >= 8
+
+
+def test_a_stop_text_inside_a_token_that_a_grammar_names(tiny: Llama, session: StreamSession) -> None:
+    token = next(
+        token
+        for token in range(300, tiny.n_vocab())
+        if len(piece := as_tokenizer(tiny).detokenize((token,))) >= 3 and piece.isascii() and piece.isalpha()
+    )
+    piece = as_tokenizer(tiny).detokenize((token,)).decode()
+    done = session.generate(5, grammar=f'root ::= "#" <[{token}]> "b"', stop=piece[1:3], **GREEDY)
+    assert (done.text, done.finish_reason) == (f"#{piece[0]}", "stop")
+    assert spelled(tiny, session) == PROMPT + done.text
+    assert session.generate(2, **GREEDY).finish_reason == "length"
+
+
+# --- characters, refusals, forced runs --------------------------------------------------------------------------------
+
+
+def test_a_character_cut_between_generations_is_not_lost(tiny: Llama, session: StreamSession) -> None:
+    grammar = 'root ::= "é😀Ж" "."'
+    parts = []
+    while "." not in "".join(parts):
+        parts.append(session.generate(1, grammar=grammar, **GREEDY).text)
+        assert len(parts) < 20
+    assert "".join(parts) == "é😀Ж."
+    assert spelled(tiny, session) == PROMPT + "é😀Ж."
+
+
+REFUSED: dict[str, Callable[[StreamSession], Any]] = {
+    "stop in a choice": lambda s: s.generate(stop="orr", grammar='root ::= "q"+', **GREEDY),
+    "no room": lambda s: s.generate_with_usage(token_tree_payload=["x" * 2000, "y"], grammar='root ::= "q"+'),
+    "callback": lambda s: s.generate(on_step=5, grammar='root ::= "q"+'),
+    "chunks": lambda s: s.generate(on_text_chunk="print", grammar='root ::= "q"+'),
+    "grammar": lambda s: s.generate(grammar="root ::= (("),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_call_keeps_the_grammar(session: StreamSession, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    grammar = 'root ::= "abcdefghij" [0-9]+'
+    begun = session.generate(2, grammar=grammar, **GREEDY).text
+    session.set_token_trie(["zorro", "quux"])
+    before = session.tokens
+    with pytest.raises((ValueError, TypeError, EngineError)):
+        REFUSED[name](session)
+    capfd.readouterr()
+    assert session.tokens == before
+    session.clear_token_trie()
+    session.splice("abcdefghij"[len(begun) :])
+    rest = session.generate(3, grammar=grammar, **GREEDY).text
+    assert rest.isdigit()
+
+
+def test_a_forced_run_that_the_grammar_refuses_is_not_begun(tiny: Llama, session: StreamSession) -> None:
+    chunks: list[str] = []
+    session.set_token_trie(["redwood forest"], lead="")
+    with pytest.raises(EngineError, match="does not allow"):
+        session.generate(grammar='root ::= "redwood" [0-9]', on_text_chunk=chunks.append, **GREEDY)
+    assert spelled(tiny, session) == PROMPT
+    assert chunks == []
+
+
+def test_xtc_counts_only_what_the_grammar_allows(session: StreamSession) -> None:
+    text = ""
+    for seed in range(10):
+        session.prefill(PROMPT)
+        text += session.generate(
+            1,
+            temperature=1.0,
+            seed=seed,
+            grammar="root ::= [a-z] [a-z]*",
+            samplers=("xtc",),
+            xtc_probability=1.0,
+            xtc_threshold=0.0,
+        ).text
+    assert text.isalpha()
+
+
+def test_a_cut_healing_counts_what_it_cost(tiny: Llama) -> None:
+    for n in (1, 2, 3):
+        with StreamSession.open(tiny) as session:
+            session.prefill("The answer is acti")
+            session.set_token_trie(["on", "ve"], lead="", heal=True, tokenization="every")
+            with decodes(tiny) as sizes:
+                usage = session.generate(n, **GREEDY).usage
+            assert usage.decodes == len(sizes)
+            assert usage.n_tokens == n
+            assert usage.forward_passes_saved >= 0
+
+
+# --- code that runs inside a call -------------------------------------------------------------------------------------
+
+
+def test_iterables_that_use_the_session(session: StreamSession) -> None:
+    def stops() -> Iterator[str]:
+        session.close()
+        yield "zz"
+
+    with pytest.raises(EngineError, match="closed"):
+        session.generate(3, stop=stops(), **GREEDY)
+
+
+def test_iterables_that_close_the_model(tiny_model_path: Any) -> None:
+    from llama_cpp import Llama
+
+    from trie_sampler import TrieSamplerError
+
+    def names() -> Iterator[str]:
+        for name in ("zorro", "quux"):
+            llm.close()
+            yield name
+
+    llm = Llama(str(tiny_model_path), n_ctx=256, n_threads=1, verbose=False)
+    session = StreamSession.open(llm)
+    session.prefill(PROMPT)
+    with pytest.raises(TrieSamplerError, match="closed"):
+        session.set_token_trie(names())  # type: ignore[arg-type]
+
+
+def test_what_hold_gave_is_of_no_use_afterwards(tiny: Llama, session: StreamSession) -> None:
+    with session.hold() as held:
+        held.splice(" one")
+    for call in (lambda: held.splice(" two"), lambda: held.tokenizer, lambda: held.require_grammar('root ::= "a"')):
+        with pytest.raises(EngineError, match="not held"):
+            call()
+    session.close()
+    with pytest.raises(EngineError, match="not held"):
+        held.splice(" two")
+    assert spelled(tiny, session) == PROMPT + " one"
+
+
+def test_an_interrupt_leaves_the_session_usable(tiny: Llama) -> None:
+    """At random moments, as Ctrl-C comes."""
+    import random
+    import signal
+
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals are the main thread's")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    draw = random.Random(0)  # noqa: S311 - no secret
+    before = signal.signal(signal.SIGALRM, interrupt)
+    prompt = "The answer is acti"
+    n_interrupted = 0
+    try:
+        with StreamSession.open(tiny) as session:
+            for _ in range(300):
+                session.prefill(prompt)
+                session.set_token_trie(["on", "ve", "ons"], lead="", heal=True)
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.006))
+                    session.generate(20, stop_at_span_end=False, **GREEDY)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    n_interrupted += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                assert as_tokenizer(tiny).detokenize(session.tokens).startswith(prompt.encode())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert n_interrupted > 20

@@ -29,6 +29,7 @@ from trie_sampler import (
     StreamSession,
     TokenTreePayload,
     TokenTrie,
+    TrieSamplerError,
     TrieSamplerWarning,
     VocabMismatchError,
 )
@@ -737,7 +738,7 @@ def test_a_rule_whose_text_is_json(model: Llama) -> None:
 
 def test_free_json(model: Llama) -> None:
     n_whole = 0
-    for seed in range(12):
+    for seed in range(24):
         try:
             filled = fill(model, literal('{"a": '), span("free-json", max_tokens=40), prompt=f"{seed}:", seed=seed)
         except EngineError as error:
@@ -794,7 +795,7 @@ def test_a_rule_that_does_not_parse(tiny: Llama) -> None:
     session = StreamSession.open(tiny)
     session.prefill(PROMPT)
     with decodes(tiny) as sizes, pytest.raises(EngineError, match="does not parse"):
-        skeleton_of(span("number", rule='"a" |||')).fill(session)
+        skeleton_of(span("number", rule='"a" ((')).fill(session)
     assert sizes == []
     assert skeleton_of(enum("x", "y")).fill(session).values["a"] in ("x", "y")
     session.close()
@@ -1184,3 +1185,99 @@ def test_literals_longer_than_a_choice_may_be(tiny_model_path: Path, filler: str
         assert filled.text == f'{around}"{filled.values["a"]}"{around[:300]}'
         assert llm.detokenize(list(session.tokens[n_prompt:])).decode() == filled.text
     llm.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ({"temperature": "x"}, (PayloadError, TypeError)),
+        ({"temperature": float("nan")}, PayloadError),
+        ({"temperature": -1.0}, PayloadError),
+        ({"on_step": 5}, TypeError),
+        ({"on_text_chunk": 5}, TypeError),
+        ({"seed": "a"}, TypeError),
+        ({"seed": True}, TypeError),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_before_anything_is_written(tiny: Llama, how: dict[str, Any], error: Any) -> None:
+    spans = (literal("{"), span("boolean", "b"), span("free-string", "s", max_tokens=3))
+    with StreamSession.open(tiny) as session:
+        session.prefill(PROMPT)
+        before = session.tokens
+        with decodes(tiny) as sizes, pytest.raises(error):
+            skeleton_of(*spans).fill(session, **how)
+        assert (sizes, session.tokens) == ([], before)
+
+
+@pytest.mark.parametrize(
+    "last", [enum("x" * 10_000, "y"), enum("x\u2581", "y"), literal("\u2581"), enum("\u2581")], ids=str
+)
+def test_texts_that_cannot_be_written_are_refused_first(tiny: Llama, last: dict[str, Any]) -> None:
+    with StreamSession.open(tiny) as session:
+        session.prefill(PROMPT)
+        before = session.tokens
+        for _ in range(2):
+            with pytest.raises((PayloadError, VocabMismatchError)):
+                skeleton_of(literal("{"), span("boolean", "b"), last).fill(session)
+            assert session.tokens == before
+
+
+def test_closing_the_model_in_a_callback_is_an_error(tiny_model_path: Path) -> None:
+    from llama_cpp import Llama
+
+    for spans in (
+        (literal('{"t":'), span("free-string", "t", max_tokens=5)),
+        (literal('{"t":'), enum("a", "b"), literal("x"), enum("c", "d", key="k")),
+        (span("boolean", "b"), span("number", "n")),
+        (span("boolean", "b"), span("free-json", "j")),
+    ):
+        llm = Llama(str(tiny_model_path), n_ctx=256, n_threads=1, verbose=False)
+        session = StreamSession.open(llm)
+        session.prefill(PROMPT)
+        with pytest.raises(TrieSamplerError, match="closed"):
+            skeleton_of(*spans).fill(session, on_text_chunk=lambda _, llm=llm: llm.close())
+
+
+RULES = {
+    "comment": '"1" | "2" # one or two',
+    "right side and rules": 'x\nx ::= "1"',
+    "rules of JSON": "root ::= string",
+    "lines": '"1"\n| "2"',
+    "a rule of its own": 'root ::= 0x\n0x ::= "1"',
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_fill_and_gbnf_read_a_rule_alike(tiny: Llama, rule: str) -> None:
+    spans = (literal("<"), span("free-json", "a", rule=rule), span("free-json", "b", rule='root ::= 0x\n0x ::= "2"'))
+    filled = fill(tiny, *spans)
+    with StreamSession.open(tiny) as session:
+        session.prefill(PROMPT)
+        source = skeleton_of(*spans).to_gbnf().source
+        with session.hold() as held:
+            held.require_grammar(source)
+        # What was filled is a sentence of the grammar.
+        session.generate(1, grammar=source, logit_bias={tiny.tokenize(b"<", add_bos=False)[-1]: 100.0})
+        session.splice(filled.text[1:])
+    assert filled.text.endswith("2")
+
+
+def test_a_nul_is_filled_and_has_no_grammar(tiny: Llama) -> None:
+    skeleton = skeleton_of(literal("\0{"), span("boolean", "b"))
+    with pytest.raises(PayloadError, match="NUL"):
+        skeleton.to_gbnf()
+
+
+def test_elements_without_text_are_an_error(tiny: Llama) -> None:
+    with pytest.raises(EngineError, match="without text"):
+        fill(tiny, span("free-json", "a[]", rule='""'))
+
+
+def test_free_json_is_text(model: Llama) -> None:
+    for seed in range(20):
+        with StreamSession.open(model) as session:
+            n_prompt = session.prefill(f"{seed}:")
+            with contextlib.suppress(EngineError):
+                skeleton_of(literal('{"a":"'), span("free-json", "j", max_tokens=30)).fill(session, seed=seed)
+            model.detokenize(list(session.tokens[n_prompt:])).decode()

@@ -11,7 +11,8 @@ JSON_VALUE = r"""
 value ::= object | array | string | number | "true" | "false" | "null"
 object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? ws "}"
 array ::= "[" ws (value ("," ws value)*)? ws "]"
-string ::= "\"" ([^"\\\x00-\x1f\x7f] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F]))* "\""
+string ::= "\"" (plain | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F]))* "\""
+plain ::= [ !#-\[\]-~\u0080-\uD7FF\uE000-\U0010FFFF]
 number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
 ws ::= " "?
 """
@@ -23,11 +24,12 @@ _DEEPEST = 1_000
 _MOST_RULES = 20_000
 
 _FIRST_PRINTABLE = 0x20
-_RULE_NAME = re.compile(r"^\s*([A-Za-z][\w-]*)\s*::=", re.MULTILINE)
+_RULE_NAME = re.compile(r"^\s*([A-Za-z0-9-]+)\s*::=", re.MULTILINE)
 # Quoted text, a class of characters, a comment; what is never closed goes to the end, or the search for its end
 # would begin anew at every place.
 _OPAQUE = r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\n]*'
-_PART = re.compile(rf"{_OPAQUE}|[A-Za-z][\w-]*", re.DOTALL)
+# The same, a token, a repetition; and a name.
+_PART = re.compile(rf"{_OPAQUE}|<[^>\n]*>|\{{[^}}\n]*\}}|[A-Za-z0-9-]+", re.DOTALL)
 _MARK = re.compile(rf"{_OPAQUE}|(?P<mark>::=|[()*+?]|\{{\s*(?P<fewest>\d+)\s*(?:,\s*(?P<most>\d*)\s*)?\}})", re.DOTALL)
 
 
@@ -54,24 +56,41 @@ def check_grammar(grammar: str) -> None:
             raise ValueError(f"the grammar repeats something {mark}, at least more often than at most")
 
 
-def has_rules(text: str) -> bool:
-    """Whether it is whole rules with a ``root``, and not the right side of one."""
-    return "root" in _RULE_NAME.findall(text)
+def embed(rule: str, prefix: str) -> str:
+    """Rules under names of their own, the first of them ``PREFIXroot``.
 
+    Args:
+        rule: whole rules with a ``root``; or the right side of one, rules that it uses behind it.
+        prefix: of their names; others are left as they are, so they may be those of ``JSON_VALUE``.
 
-def with_prefix(rules: str, prefix: str) -> str:
-    """Whole rules under names of their own."""
-    names = set(_RULE_NAME.findall(rules))
-    return _PART.sub(lambda part: prefix + part[0] if part[0] in names else part[0], rules)
+    Example:
+        >>> print(embed('[0-9]+ "%"', "share-"))
+        share-root ::= (
+        [0-9]+ "%"
+        )
+    """
+    names = set(_RULE_NAME.findall(rule))
+    if not names:
+        # Between brackets a right side may have several lines, and comments.
+        rule = f"root ::= (\n{rule}\n)"
+    elif "root" not in names:
+        rule = f"root ::= {rule}"
+    names.add("root")
+    return _PART.sub(lambda part: prefix + part[0] if part[0] in names else part[0], rule)
 
 
 def quote(text: str) -> str:
     r"""A text as a GBNF literal.
 
+    Raises:
+        ValueError: it has a NUL character, at which llama.cpp's texts end.
+
     Example:
         >>> print(quote('say "hi"'))
         "say \"hi\""
     """
+    if "\0" in text:
+        raise ValueError(f"a grammar cannot have the NUL character of {text!r:.80}")
     return '"' + "".join(map(_escape, text)) + '"'
 
 

@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import ctypes
 import logging
+import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -111,8 +112,8 @@ def run_generation(
         EngineError: prefill or generate failed (``code``); a payload for an engine without a token trie, whose
             handle has no grammar.
         PayloadError: JSON that is no payload. This and what follows is raised before the engine is asked.
-        ValueError: another mode; ``max_tokens`` below 1.
-        TypeError: no engine; a prompt that is not token ids; a payload of another type.
+        ValueError: another mode; ``max_tokens`` below 1; an id below 0; a number that is not finite.
+        TypeError: no engine; a prompt that is not token ids; another argument of another type.
         Exception: what a callback or the engine raised.
 
     Example:
@@ -122,13 +123,14 @@ def run_generation(
         >>> result.text                                                       # doctest: +SKIP
         'PLAY_MUSIC'
     """
-    if isinstance(prompt_tokens, (str, bytes)):
-        raise TypeError(f"prompt_tokens must be token ids, got {type(prompt_tokens).__name__}")
-    if not all(callable(getattr(abi, name, None)) for name in _MUST_HAVE):
-        raise TypeError(f"an engine needs {' and '.join(_MUST_HAVE)}, and {type(abi).__name__} has not both")
-    prompt = [operator.index(token) for token in prompt_tokens]
+    _require_engine(abi)
+    prompt = _as_ids(prompt_tokens)
     if operator.index(max_tokens) < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    for name, number in {"temperature": temperature, "top_p": top_p}.items():
+        if not math.isfinite(number):
+            raise ValueError(f"{name} must be finite, got {number!r}")
+    stream = _Stream(on_step, on_text_chunk)
     mode = int(as_mode(token_tree_mode) == "sampled")
     payload_json = None if token_tree_payload is None else _write_compact(token_tree_payload)
     if payload_json is not None and not _has_token_trie(abi):
@@ -136,10 +138,9 @@ def run_generation(
             raise EngineError("this engine has no token trie, and its handle no grammar: nothing would constrain it")
         warn("this engine has no token trie; only the grammar of its handle constrains what it writes")
         payload_json = None
-    code = abi.eliza_inference_llm_stream_prefill(handle, prompt, slot_id)
+    code = _as_code(abi.eliza_inference_llm_stream_prefill(handle, prompt, slot_id), "prefill")
     if code < 0:
         raise EngineError(f"the engine's prefill failed with code {code}", code)
-    stream = _Stream(on_step, on_text_chunk)
     with _token_trie(abi, handle, payload_json, mode):
         start = time.perf_counter()
         try:
@@ -152,12 +153,34 @@ def run_generation(
         seconds = time.perf_counter() - start
         if stream.failure is not None:
             raise stream.failure
+        code = _as_code(code, "generate")
         if code != 0:
             raise EngineError(f"the engine's generate failed with code {code}", code)
         if not stream.is_done:
             stream.take(-1, "", True)
     n_tokens = len(stream.tokens)
     return ForeignResult(stream.text, tuple(stream.tokens), seconds, n_tokens / seconds if seconds > 0 else 0.0)
+
+
+def _require_engine(abi: Any) -> None:
+    if not all(callable(getattr(abi, name, None)) for name in _MUST_HAVE):
+        raise TypeError(f"an engine needs {' and '.join(_MUST_HAVE)}, and {type(abi).__name__} has not both")
+
+
+def _as_ids(prompt_tokens: Iterable[int]) -> list[int]:
+    if isinstance(prompt_tokens, (str, bytes)):
+        raise TypeError(f"prompt_tokens must be token ids, got {type(prompt_tokens).__name__}")
+    prompt = [operator.index(token) for token in prompt_tokens]
+    if any(token < 0 for token in prompt):
+        raise ValueError(f"prompt_tokens must be ids >= 0, got {min(prompt)}")
+    return prompt
+
+
+def _as_code(code: Any, what: str) -> int:
+    try:
+        return operator.index(code)
+    except TypeError:
+        raise EngineError(f"the engine's {what} gave {code!r} instead of a code") from None
 
 
 def _write_compact(payload: TokenTreePayload | str | bytes) -> str:
@@ -198,6 +221,9 @@ class _Stream:
     """What the engine has said so far; ``take`` is its ``on_token``."""
 
     def __init__(self, on_step: Callable[[StreamStep], Any] | None, on_text_chunk: Callable[[str], Any] | None) -> None:
+        for name, callback in {"on_step": on_step, "on_text_chunk": on_text_chunk}.items():
+            if callback is not None and not callable(callback):
+                raise TypeError(f"{name} must be callable, got {type(callback).__name__}")
         self._on_step = on_step
         self._on_text_chunk = on_text_chunk
         # A cut character is left out, as in a session.

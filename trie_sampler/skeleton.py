@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
 from trie_sampler.binding import Binding
+from trie_sampler.cache import Recent
 from trie_sampler.choices import Choices, Spelling
 from trie_sampler.errors import EngineError, PayloadError, warn
-from trie_sampler.gbnf import JSON_VALUE, has_rules, quote, with_prefix
+from trie_sampler.gbnf import JSON_VALUE, embed, quote
 from trie_sampler.payload import TokenTreePayload, WireModel
 from trie_sampler.session import FreeText, Generation, HeldSession, Span, StreamSession, StreamStep
-from trie_sampler.tokens import Tokenizer
+from trie_sampler.tokens import MAX_TEXT_LENGTH, Tokenizer, continue_text
 from trie_sampler.trie import TokenTrie
 from trie_sampler.usage import Usage
 
@@ -225,8 +227,16 @@ class ResponseSkeleton(WireModel):
             ``Grammar``: lazy, with the opening literal as trigger, where the skeleton begins with one.
 
         Raises:
-            PayloadError: an enum without values.
+            PayloadError: an enum without values; a NUL character, which no grammar can have.
         """
+        try:
+            return self._as_gbnf(payload)
+        except PayloadError:
+            raise
+        except ValueError as error:
+            raise PayloadError(str(error)) from None
+
+    def _as_gbnf(self, payload: TokenTreePayload | None) -> Grammar:
         parts, rules = [], []
         for place, span in enumerate(self.spans):
             if span.kind == "literal":
@@ -246,10 +256,8 @@ class ResponseSkeleton(WireModel):
 
     def _rule_of(self, span: SkeletonSpan, payload: TokenTreePayload | None, prefix: str) -> tuple[str, list[str]]:
         """(what stands for one value, rules that it needs)."""
-        if span.rule is not None and has_rules(span.rule):
-            return f"{prefix}root", [with_prefix(span.rule, prefix)]
         if span.rule is not None:
-            return f"({span.rule})", []
+            return f"{prefix}root", [embed(span.rule, prefix)]
         if span.kind == "enum":
             values = (quote(json.dumps(value, ensure_ascii=False)) for value in _values_of(span, payload))
             return f"({' | '.join(values)})", []
@@ -286,8 +294,9 @@ class ResponseSkeleton(WireModel):
             The text, the values and what each span cost.
 
         Raises:
-            PayloadError: an enum without values, here or in the payload; before anything is written, as is a
-                ``rule`` that is no grammar (ValueError, EngineError) and an argument of another type (TypeError).
+            PayloadError: an enum without values, here or in the payload, or with one over 9,000 characters; before
+                anything is written, as is a text that the vocabulary cannot write (VocabMismatchError), a ``rule``
+                that is no grammar (ValueError, EngineError) and another argument (TypeError, PayloadError).
             EmptyTrieError: a descriptor without leaves.
             EngineError: JSON that does not end within its limit; the session was cancelled; as
                 ``StreamSession.generate``.
@@ -308,6 +317,12 @@ class ResponseSkeleton(WireModel):
         ):
             if not isinstance(value, kind):
                 raise TypeError(f"{name}: got {type(value).__name__}, which is none")
+        for name, callback in {"on_step": on_step, "on_text_chunk": on_text_chunk}.items():
+            if callback is not None and not callable(callback):
+                raise TypeError(f"{name} must be callable, got {type(callback).__name__}")
+        # As an override would have it, so that it is refused before anything is written.
+        SpanOverride(span_index=0, temperature=temperature)
+        seed = None if seed is None else _as_seed(seed)
         overrides = self._overrides(plan)
         with session.hold() as held:
             filler = _Filler(held, payload, temperature, seed, on_step, on_text_chunk)
@@ -332,6 +347,10 @@ class ResponseSkeleton(WireModel):
                     raise PayloadError(message)
                 warn(message)
         return overrides
+
+
+class _Writable:
+    nbytes = 1
 
 
 class _Filler:
@@ -364,7 +383,10 @@ class _Filler:
         self.usages: list[SpanUsage] = []
 
     def check(self, span: SkeletonSpan) -> None:
-        """Refuse a bad rule and an enum without values; bind the descriptor of one that has none of its own."""
+        """Refuse what cannot be written, a bad rule, an enum without values; bind the descriptor of one without."""
+        self._session.keep("spans that can be written", lambda _: Recent[_Writable](4096)).get(
+            span, lambda: self._require_writable(span)
+        )
         if span.rule is not None and span.kind != "literal":
             self._session.require_grammar(_grammar_of(span.rule))
         elif span.kind == "enum":
@@ -372,6 +394,16 @@ class _Filler:
             # Names that JSON writes otherwise are spelled here: a descriptor's tokens would break the string.
             if span.enum_values is None and all(json.dumps(name, ensure_ascii=False) == f'"{name}"' for name in values):
                 self._bind_descriptor(span.key or "")
+
+    def _require_writable(self, span: SkeletonSpan) -> _Writable:
+        written = [json.dumps(value, ensure_ascii=False) for value in span.enum_values or ()]
+        if span.kind == "literal":
+            written = [span.value or ""]
+        elif len(written) > 1 and max(map(len, written)) > MAX_TEXT_LENGTH - 2 * _LONGEST_AROUND:
+            raise PayloadError(f"a value of {span.key!r} is longer than {MAX_TEXT_LENGTH - 2 * _LONGEST_AROUND:,}")
+        for text in filter(None, written):
+            continue_text(self._session.tokenizer, (), text.encode())
+        return _Writable()
 
     def _bind_descriptor(self, path: str) -> None:
         """Keep a descriptor of the payload, if its tokens spell its names."""
@@ -512,10 +544,15 @@ class _Filler:
 
     def _fill_by_grammar(self, place: int, span: SkeletonSpan, override: SpanOverride) -> Any:
         self.write_waiting()
-        grammar = _grammar_of(span.rule or "value")
-        done = self._write_free(place, span, override, FreeText(ends_where_foreign=True), grammar)
+        allowed = None if span.rule is not None else self._session.keep("text mask", _text_mask)
+        free = FreeText(allowed, ends_where_foreign=True)
+        done = self._write_free(place, span, override, free, _grammar_of(span.rule))
         if done.finish_reason not in ("span", "eog"):
             raise EngineError(f"span {place} ({span.key!r}) was not over after {span.max_tokens} tokens")
+        if self._session.tokenizer.detokenize(done.tokens) != done.text.encode():
+            raise EngineError(f"span {place} ({span.key!r}) has bytes that are no text")
+        if span.is_array and not done.text:
+            raise EngineError(f"span {place} ({span.key!r}) is an array, and its rule wrote an element without text")
         try:
             return json.loads(done.text)
         except json.JSONDecodeError:
@@ -565,8 +602,16 @@ def _values_of(span: SkeletonSpan, payload: TokenTreePayload | None) -> tuple[st
     raise PayloadError(f"the enum {span.key!r} has no enum_values, and no descriptor of that path is given")
 
 
-def _grammar_of(rule: str) -> str:
-    return rule if has_rules(rule) else f"root ::= {rule}\n{JSON_VALUE}"
+def _grammar_of(rule: str | None) -> str:
+    if rule is None:
+        return f"root ::= value\n{JSON_VALUE}"
+    return f"root ::= rule-root\n{embed(rule, 'rule-')}\n{JSON_VALUE}"
+
+
+def _as_seed(seed: Any) -> int:
+    if isinstance(seed, bool):
+        raise TypeError("seed must be an integer, got a bool")
+    return operator.index(seed)
 
 
 def _samples(override: SpanOverride) -> bool:
@@ -595,6 +640,14 @@ def _string_masks(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.bool_], npt.NDAr
         closers[token] = body != text
         inside[token] = body == text
     return inside | closers, closers
+
+
+def _text_mask(tokenizer: Tokenizer) -> npt.NDArray[np.bool_]:
+    """[V] bool: tokens of whole characters, and those that end. A grammar of characters lets others write none."""
+    mask = np.zeros(tokenizer.n_vocab, bool)
+    mask[[token for token, _ in _whole_pieces(tokenizer)]] = True
+    mask[list(tokenizer.eog_ids)] = True
+    return mask
 
 
 def _whole_pieces(tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
