@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trie_sampler.errors import PayloadError, TrieSamplerWarning
-from trie_sampler.payload import TokenSequence, TokenTreeDescriptor, TokenTreePayload
+from trie_sampler.payload import PayloadLimits, TokenSequence, TokenTreeDescriptor, TokenTreePayload
 
 DOCUMENT: dict[str, Any] = {
     "modelId": "m",
@@ -379,3 +379,52 @@ def test_arbitrary_values_in_python(model: Any, first: Any, second: Any) -> None
         model(**{names[0]: first, names[1]: second})
     except PayloadError as error:
         assert str(error).startswith(f"{model.__name__}: ")  # noqa: PT017 - most values are refused, not all
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+LIMITED = json.dumps(
+    {
+        "modelId": "m",
+        "descriptors": [
+            {"path": "a", "leaves": [{"name": "x", "tokens": [1, 2, 3]}, {"name": "yy", "tokens": []}]},
+            {"path": "bbb", "leaves": [{"name": "zzzz", "tokens": [4]}]},
+        ],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_bytes": len(LIMITED) - 1}, f"TokenTreePayload: {len(LIMITED)} bytes, more than the limit of"),
+        ({"max_descriptors": 1}, r"descriptors: 2 spans, .* \(max_descriptors\)"),
+        ({"max_leaves": 2}, r"descriptors\[1\].leaves: 3 leaves up to here, .* \(max_leaves\)"),
+        ({"max_tokens": 2}, r"descriptors\[0\].leaves\[0\].tokens: 3 tokens, .* of 2 \(max_tokens\)"),
+        ({"max_name_length": 3}, r"descriptors\[1\].leaves\[0\].name: 4 characters, .* \(max_name_length\)"),
+        ({"max_name_length": 2}, r"descriptors\[1\].path: 3 characters"),
+    ],
+)
+def test_limits(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(PayloadError, match=message):
+        TokenTreePayload.from_json(LIMITED, limits=PayloadLimits(**limits))
+
+
+def test_limits_that_are_just_kept() -> None:
+    limits = PayloadLimits(max_bytes=len(LIMITED), max_descriptors=2, max_leaves=3, max_tokens=3, max_name_length=4)
+    assert TokenTreePayload.from_json(LIMITED, limits=limits) == TokenTreePayload.from_json(LIMITED)
+
+
+def test_a_deep_leaf_is_refused_by_default() -> None:
+    text = json.dumps(
+        {"modelId": "m", "descriptors": [{"path": "a", "leaves": [{"name": "x", "tokens": [1] * 65_537}]}]}
+    )
+    with pytest.raises(PayloadError, match="max_tokens"):
+        TokenTreePayload.from_json(text)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_parsing_is_never_recursive(opening: str) -> None:
+    for depth in (201, 100_000):
+        with pytest.raises(PayloadError, match=r"recursion|JSON"):
+            TokenTreePayload.from_json('{"modelId": "m", "descriptors": [], "x": ' + opening * depth)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trie_sampler.llama.processor import TrieLogitsProcessor
     from trie_sampler.llama.sampler import llama_sampler_init_token_trie, token_trie_handle
     from trie_sampler.llama.vocab import model_id
-    from trie_sampler.payload import TokenSequence, TokenTreeDescriptor, TokenTreePayload
+    from trie_sampler.payload import PayloadLimits, TokenSequence, TokenTreeDescriptor, TokenTreePayload
     from trie_sampler.ranking import rank
     from trie_sampler.session import StreamSession
     from trie_sampler.skeleton import ResponseSkeleton
@@ -43,6 +43,7 @@ _HOMES = {
     "EngineError": "errors",
     "OffTrieError": "errors",
     "PayloadError": "errors",
+    "PayloadLimits": "payload",
     "Sampling": "cursor",
     "ResponseSkeleton": "skeleton",
     "SamplingParams": "llama.chain",
@@ -77,6 +78,7 @@ __all__ = [
     "EngineError",
     "OffTrieError",
     "PayloadError",
+    "PayloadLimits",
     "ResponseSkeleton",
     "Sampling",
     "SamplingParams",

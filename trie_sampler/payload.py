@@ -17,6 +17,7 @@ import hashlib
 import json
 import reprlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
     from typing_extensions import Self
 
-__all__ = ["TokenSequence", "TokenTreeDescriptor", "TokenTreePayload"]
+__all__ = ["PayloadLimits", "TokenSequence", "TokenTreeDescriptor", "TokenTreePayload"]
 
 _MAX_LISTED: Final = 5
 _MAX_KEY_LENGTH: Final = 40
@@ -62,6 +63,36 @@ class WireModel(BaseModel):
     # Tells Pydantic that this does what BaseModel.__init__ does, so that validation need not call it for every
     # nested object: calling it makes from_json three times slower.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class PayloadLimits:
+    """How much of a payload is read; one from strangers may have tighter limits than the defaults.
+
+    Deeply nested JSON is refused in any case: the parser does not call itself more than 200 times.
+
+    Attributes:
+        max_bytes: of the JSON, looked at before it is parsed.
+        max_descriptors: spans.
+        max_leaves: of all descriptors together.
+        max_tokens: of one leaf, which is also the depth of a trie.
+        max_name_length: characters of a name, and of a path.
+
+    Example:
+        >>> TokenTreePayload.from_json('{"modelId": "m", "descriptors": []}', limits=PayloadLimits(max_bytes=8))
+        Traceback (most recent call last):
+        ...
+        trie_sampler.errors.PayloadError: TokenTreePayload: 35 bytes, more than the limit of 8 (max_bytes)
+    """
+
+    max_bytes: int = 2**30
+    max_descriptors: int = 10_000
+    max_leaves: int = 20_000_000
+    max_tokens: int = 65_536
+    max_name_length: int = 1_000_000
+
+
+_DEFAULT_LIMITS: Final = PayloadLimits()
 
 
 class TokenSequence(WireModel):
@@ -140,7 +171,7 @@ class TokenTreePayload(WireModel):
         return self
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
+    def from_json(cls, text: str | bytes, *, limits: PayloadLimits = _DEFAULT_LIMITS) -> Self:
         """Read a payload from its JSON, keys spelt in camelCase.
 
         Unknown keys are ignored, with one :class:`~trie_sampler.errors.TrieSamplerWarning` that names them. Of a key
@@ -149,12 +180,14 @@ class TokenTreePayload(WireModel):
 
         Args:
             text: the JSON document; bytes are UTF-8 without a byte order mark.
+            limits: what is more than this is refused.
 
         Returns:
             The payload, in the order of the document.
 
         Raises:
-            PayloadError: the text is not JSON or not of the schema; the message names the place and what was found.
+            PayloadError: the text is not JSON or not of the schema, or past a limit; the message names the place and
+                what was found.
             TypeError: ``text`` is neither ``str`` nor ``bytes``.
 
         Example:
@@ -164,6 +197,7 @@ class TokenTreePayload(WireModel):
             trie_sampler.errors.PayloadError: TokenTreePayload: descriptors: expected a valid array, got 3 (int)
         """
         raw = as_json(text)
+        _require(cls, "", len(raw), "bytes", limits.max_bytes, "max_bytes")
         unknown: Iterable[_Loc] = ()
         try:
             payload = cls.model_validate_json(raw, extra="forbid")
@@ -172,10 +206,32 @@ class TokenTreePayload(WireModel):
             if problems:
                 raise _payload_error(error.title, problems, unknown) from None
             payload = cls._read_ignoring_unknown(raw)
+        payload._require_limits(limits)
         if unknown:
             keys = _list_some([_format_place(loc) for loc in unknown])
             warn(f"{cls.__name__}: unknown keys ignored: {keys}")
         return payload
+
+    def _require_limits(self, limits: PayloadLimits) -> None:
+        cls = type(self)
+        _require(cls, "descriptors", len(self.descriptors), "spans", limits.max_descriptors, "max_descriptors")
+        n_leaves = 0
+        for index, descriptor in enumerate(self.descriptors):
+            place = f"descriptors[{index}]"
+            n_leaves += len(descriptor.leaves)
+            _require(cls, f"{place}.leaves", n_leaves, "leaves up to here", limits.max_leaves, "max_leaves")
+            _require(
+                cls, f"{place}.path", len(descriptor.path), "characters", limits.max_name_length, "max_name_length"
+            )
+            # Two passes in C over what is nearly always right; the place is looked for where it is not.
+            longest = max((len(leaf.tokens) for leaf in descriptor.leaves), default=0)
+            longest_name = max((len(leaf.name) for leaf in descriptor.leaves), default=0)
+            if longest <= limits.max_tokens and longest_name <= limits.max_name_length:
+                continue
+            for number, leaf in enumerate(descriptor.leaves):
+                where = f"{place}.leaves[{number}]"
+                _require(cls, f"{where}.tokens", len(leaf.tokens), "tokens", limits.max_tokens, "max_tokens")
+                _require(cls, f"{where}.name", len(leaf.name), "characters", limits.max_name_length, "max_name_length")
 
     @classmethod
     def _read_ignoring_unknown(cls, raw: bytes) -> Self:
@@ -254,6 +310,12 @@ def as_json(text: str | bytes) -> bytes:
         return text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError as error:
         raise PayloadError(f"TokenTreePayload: lone surrogate at character {error.start} of the text") from None
+
+
+def _require(cls: type, place: str, n: int, what: str, limit: int, name: str) -> None:
+    if n > limit:
+        where = f"{place}: " if place else ""
+        raise PayloadError(f"{cls.__name__}: {where}{n} {what}, more than the limit of {limit} ({name})")
 
 
 def _leaf_order(leaf: TokenSequence) -> tuple[str, tuple[int, ...]]:
