@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -413,3 +414,16 @@ def test_a_fork_in_the_middle_of_building_does_not_wait_for_ever() -> None:
 
 def test_the_shared_cache_is_one() -> None:
     assert TrieCache.shared() is TrieCache.shared() is cache_module._shared
+
+
+def test_another_walk_of_a_cached_trie_is_small() -> None:
+    """The reference's estimate: 4 KB for a further session."""
+    cache = TrieCache()
+    text = payload_text([(f"{n}", f"{n}".encode()) for n in range(30)])
+    kept = [TrieCursor(cache.get(text), eog_ids=[0]) for _ in range(10)]
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    kept += [TrieCursor(cache.get(text), eog_ids=[0]) for _ in range(1000)]
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown / 1000 <= 4096
