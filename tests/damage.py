@@ -33,7 +33,6 @@ import numpy as np
 from test_automaton import Toy, graph_of
 from test_native_kernels import Candidates, pair_of
 
-import trie_sampler.trie
 from trie_sampler.cursor import Sampling, TrieCursor
 from trie_sampler.errors import TrieFileError, TrieSamplerError
 from trie_sampler.scores import GraphScores, Paths, PathScores
@@ -342,7 +341,5 @@ def run(seed: int, n_files: int) -> collections.Counter[str]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    # Asks no llama_cpp what a ``Llama`` is.
-    trie_sampler.trie._as_tokenizer = lambda vocab: vocab
     for what, count in sorted(run(int(sys.argv[1]), int(sys.argv[2])).items()):
         print(f"{count:6d} {what}")

@@ -241,7 +241,7 @@ def test_ragged_without_names_may_collide(tokens: list[int], n_leaves: int, drop
 
 @pytest.mark.parametrize("names", [None, ["empty", "A", "B"]])
 def test_ragged_skips_leaves_without_tokens_with_a_warning(names: list[str] | None) -> None:
-    with pytest.warns(TrieSamplerWarning, match="skipped 1 leaves without tokens"):
+    with pytest.warns(TrieSamplerWarning, match="skipped leaves without tokens, 1 in all"):
         trie = TokenTrie.from_ragged([5, 6], [0, 0, 1, 2], names)
     # Indices and names stay those of the caller's list.
     assert list(trie.leaves()) == ([("A", (5,)), ("B", (6,))] if names else [("1", (5,)), ("2", (6,))])
@@ -255,7 +255,7 @@ def test_ragged_names_the_leaf_that_it_skips() -> None:
 
 
 def test_a_leaf_without_tokens_beside_a_good_one_is_skipped_and_named() -> None:
-    with pytest.warns(TrieSamplerWarning, match=r"skipped 1 leaves without tokens: GHOST") as caught:
+    with pytest.warns(TrieSamplerWarning, match=r"skipped leaves without tokens, 1 in all: 'GHOST'") as caught:
         trie = TokenTrie.from_sequences([("GHOST", []), ("GOOD", [12, 34])])
     assert list(trie.leaves()) == [("GOOD", (12, 34))]
     assert (trie.n_leaves, trie.n_nodes) == (1, 3)
@@ -263,7 +263,9 @@ def test_a_leaf_without_tokens_beside_a_good_one_is_skipped_and_named() -> None:
 
 
 def test_many_leaves_without_tokens_are_counted() -> None:
-    with pytest.warns(TrieSamplerWarning, match=r"descriptor 'p': skipped 5 leaves without tokens: 0, 1, 2 and 2 more"):
+    with pytest.warns(
+        TrieSamplerWarning, match=r"descriptor 'p': skipped leaves without tokens, 5 in all: '0', '1', '2' and 2 more"
+    ):
         TokenTrie.from_payload(payload_of({"p": [*((str(i), []) for i in range(5)), ("A", [1])]}))
 
 

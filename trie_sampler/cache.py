@@ -211,7 +211,7 @@ class TrieCache:
         strict: bool = False,
         model_id: str | None = None,
     ) -> TokenTrie:
-        """``TokenTrie.from_payload``, kept; nothing is kept of what raises.
+        """``TokenTrie.from_payload``, kept; no trie is kept, or dropped, for one that raises.
 
         Args:
             payload: the model, or its JSON.
@@ -221,7 +221,7 @@ class TrieCache:
             model_id: see there.
 
         Raises:
-            as ``TokenTrie.from_payload``; TypeError also for a payload of another type.
+            as ``TokenTrie.from_payload``; TypeError also for a payload or path of another type.
         """
         return self.look_up(payload, path, vocab=vocab, strict=strict, model_id=model_id)[0]
 
@@ -235,6 +235,8 @@ class TrieCache:
         model_id: str | None = None,
     ) -> tuple[TokenTrie, Mapping[str, Choices]]:
         """``get``, and the names of each descriptor in the order of this very payload."""
+        if not isinstance(path, str | None):
+            raise TypeError(f"a path is text, got {type(path).__name__}")
         tokenizer = None if vocab is None else as_tokenizer(vocab)
         parsed: TokenTreePayload | None = None
         told: list[str] = []

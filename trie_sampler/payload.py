@@ -236,7 +236,10 @@ class TokenTreePayload(WireModel):
     @classmethod
     def _read_ignoring_unknown(cls, raw: bytes) -> Self:
         # Pydantic reads NaN and Infinity as floats, so that one under an unknown key would pass.
-        json.loads(raw, parse_constant=_refuse_constant)
+        try:
+            json.loads(raw, parse_constant=_refuse_constant, parse_int=str)
+        except RecursionError:
+            raise PayloadError(f"{cls.__name__}: Invalid JSON: nested too deeply for the stack at hand") from None
         try:
             return cls.model_validate_json(raw, extra="ignore")
         except ValidationError as error:  # the paths are compared only when all else is right
@@ -253,7 +256,7 @@ class TokenTreePayload(WireModel):
                 ``JSON.stringify`` makes of the same object.
 
         Returns:
-            The JSON document; :meth:`from_json` reads it back.
+            The JSON document; :meth:`from_json` reads it back, within its limits.
 
         Example:
             >>> leaves = (TokenSequence(name="ZULU", tokens=(9,)), TokenSequence(name="ALPHA", tokens=(17, 4)))

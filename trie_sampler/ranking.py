@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import Llama
@@ -25,7 +26,7 @@ from trie_sampler.choices import Choices, ChoicesLike, Spelling
 from trie_sampler.cursor import check_choice
 from trie_sampler.errors import EngineError, UnknownPathError
 from trie_sampler.llama.decoder import Decoder, alone_with
-from trie_sampler.llama.forest import MAX_EXTRA, N_SEQUENCES, Forest, Twig
+from trie_sampler.llama.forest import MAX_EXTRA, N_SEQUENCES, Forest, StatefulMemoryError, Twig
 from trie_sampler.llama.vocab import Prompt, as_tokenizer, prompt_tokens, require_engine
 from trie_sampler.progress import Progress
 from trie_sampler.scores import (
@@ -46,6 +47,8 @@ _FIRST_ROUND, _ROUND, _LONGEST_ROUND = 8, 16, 32
 """Nodes evaluated at once by the search: more are wasted where the first decide, fewer make more decodes. llama.cpp's
 matrix products take rows by fours or eights: on a CPU 8 nodes of a large vocabulary cost less than 5. A long search
 takes a quarter of those that it has evaluated already."""
+
+_LEAF_BY_LEAF = "leaf by leaf"
 
 _TAIL = 1e-3
 """Share of all that choices weigh which ways to write them may have that were not evaluated."""
@@ -79,7 +82,7 @@ class Growth:
         self._root: Any = root
         self._prompt = list(prompt)
         self._paths: Any = paths
-        self.method = "tree" if _shares_prompts(llm) else "leaf by leaf"
+        self.method = "tree" if _shares_prompts(llm) else _LEAF_BY_LEAF
         self._forest = Forest.of(llm)
         self._decoder: Decoder | None = None
         self._sequence_of: dict[Any, int] = {root: 0}
@@ -98,9 +101,13 @@ class Growth:
     def begin(self, n_nodes: int) -> npt.NDArray[np.float32]:
         """The logits at the root; ``n_nodes`` will be evaluated at most."""
         if self.method == "tree":
-            row = self._forest.begin(self._prompt, min(n_nodes, self._n_sequences * self._trie.depth))
-            self._n_before = self._forest.n_decodes
-            return row
+            try:
+                row = self._forest.begin(self._prompt, min(n_nodes, self._n_sequences * self._trie.depth))
+            except StatefulMemoryError:
+                self.method = _LEAF_BY_LEAF
+            else:
+                self._n_before = self._forest.n_decodes
+                return row
         self._decoder = Decoder(self._llm, self._prompt)
         self._decoder.require_room(self._trie.depth, "a choice")
         row = self._decoder.row()
@@ -243,7 +250,11 @@ class GraphGrowth(Growth):
 
 
 def _shares_prompts(llm: Llama) -> bool:
-    return not (getattr(llm, "_is_recurrent", False) or getattr(llm, "_is_hybrid", False))
+    """Whether the model's memory is a list of tokens; older hosts do not say, and older llama.cpp not everything."""
+    asks = [getattr(llama_cpp, f"llama_model_is_{kind}", None) for kind in ("recurrent", "hybrid")]
+    if getattr(llm, "_is_recurrent", False) or getattr(llm, "_is_hybrid", False):
+        return False
+    return not any(ask is not None and ask(llm.model) for ask in asks)
 
 
 @dataclass

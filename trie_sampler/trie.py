@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -342,18 +343,19 @@ class TokenTrie:
                     empty.append(name)
                     continue
                 if not isinstance(leaf, TokenSequence) and any(isinstance(token, (bool, np.bool_)) for token in ids):
-                    raise VocabMismatchError(f"leaf {name!r}: a truth value is no token id: {list(ids)!r:.80}")
+                    raise VocabMismatchError(f"leaf {name!r:.80}: a truth value is no token id: {list(ids)!r:.80}")
                 if name not in index_of:
                     index_of[name] = len(names)
                     names.append(name)
                 tokens.extend(ids)
                 offsets.append(len(tokens))
                 leaf_of_path.append(index_of[name])
-            where = f"descriptor {path!r}" if path else "the trie"
+            where = f"descriptor {path!r:.80}" if path else "the trie"
             if not index_of:
                 raise EmptyTrieError(f"{where} has no leaf with tokens, so there is nothing to choose from")
             if empty:
-                warn(f"{where}: skipped {len(empty)} leaves without tokens: {_some(empty)}")
+                shown = _some([repr(name) for name in empty])
+                warn(f"{where}: skipped leaves without tokens, {len(empty)} in all: {shown}")
             root_offsets.append(len(leaf_of_path))
         try:
             ids_of_all = _token_array(tokens)
@@ -390,7 +392,8 @@ class TokenTrie:
         if not lengths.all():
             kept = lengths > 0
             skipped = [str(leaf) if names is None else names[leaf] for leaf in leaf_of_path[~kept][:4].tolist()]
-            warn(f"skipped {np.count_nonzero(~kept)} leaves without tokens: {_some(skipped)}")
+            n_skipped = int(np.count_nonzero(~kept))
+            warn(f"skipped leaves without tokens, {n_skipped} in all: {_some([repr(name) for name in skipped])}")
             leaf_of_path = leaf_of_path[kept]
             offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
             root_offsets = np.array([0, len(leaf_of_path)])
@@ -840,7 +843,7 @@ class TokenTrie:
         while self.leaf[node] == NO_LEAF:
             node = self._end_of(int(self.first_child[node]))
         raise VocabMismatchError(
-            f"leaf {self.leaf_name(node)!r}: token {self.token[edge]} at index {place} "
+            f"leaf {self.leaf_name(node)!r:.80}: token {self.token[edge]} at index {place} "
             f"cannot be part of a choice: {why}"
         )
 
@@ -917,6 +920,8 @@ def _is_spelled(name: str, text: str) -> bool:
 
 def as_tokenizer(llm: Llama | Tokenizer) -> Tokenizer:
     """The vocabulary of a ``Llama``; the adapter is loaded only where one is at hand."""
+    if "llama_cpp" not in sys.modules and isinstance(llm, Tokenizer):
+        return llm
     from trie_sampler.llama.vocab import as_tokenizer as adapt
 
     return adapt(llm)
@@ -965,14 +970,14 @@ def _refuse_bad_ids(groups: Sequence[tuple[str, Iterable[TokenSequence | tuple[s
             for place, token in enumerate(ids):
                 if not _is_id(token):
                     raise VocabMismatchError(
-                        f"leaf {name!r}: token id {token!r} at index {place} is no id: 0 .. 2^31-1"
+                        f"leaf {name!r:.80}: token id {token!r} at index {place} is no id: 0 .. 2^31-1"
                     )
 
 
 def _unknown_path(path: str, known: Sequence[str]) -> str:
-    return f"there is no descriptor {path!r}; the paths are {_some([repr(k) for k in known])}"
+    return f"there is no descriptor {path!r:.80}; the paths are {_some([repr(k) for k in known])}"
 
 
 def _some(items: Sequence[str], limit: int = 3) -> str:
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
+    return ", ".join(f"{item:.80}" for item in items[:limit]) + more

@@ -42,6 +42,10 @@ class Twig(NamedTuple):
     sequences: Sequence[int]
 
 
+class StatefulMemoryError(EngineError):
+    """The model's memory is no list of tokens, of which parts could be shared or dropped."""
+
+
 class Forest:
     """The second context of a ``Llama``; get one with ``of``. Not for two threads at once.
 
@@ -88,6 +92,7 @@ class Forest:
             [V] float32, the logits after it, a copy.
 
         Raises:
+            StatefulMemoryError: the model cannot share a prompt.
             EngineError: no context of that size can be had, or a decode failed.
         """
         self.n_decodes = self.n_evaluated = 0
@@ -99,7 +104,8 @@ class Forest:
             n_kept += 1
         self.drop(range(1, N_SEQUENCES))
         if not llama_cpp.llama_memory_seq_rm(self._memory, 0, n_kept, -1):
-            raise EngineError("this model keeps a state, not a list of tokens, and cannot share a prompt")
+            self._prompt = []
+            raise StatefulMemoryError("this model keeps a state, not a list of tokens, and cannot share a prompt")
         self._prompt = list(prompt[:n_kept])
         rest = prompt[n_kept:]
         for start in range(0, len(rest), _N_BATCH):

@@ -287,7 +287,7 @@ class TokenTrieHandle:
 
     @property
     def counters(self) -> dict[str, int]:
-        """``applied`` calls, ``candidates`` that entered them and ``valid`` ones left, and ``accepted`` tokens."""
+        """``applied`` calls, ``candidates`` that entered them, ``valid`` ones among them, and ``accepted`` tokens."""
         record = self._touch()
         names = {"applied": "n_applied", "candidates": "n_candidates", "valid": "n_valid", "accepted": "n_accepted"}
         return {name: int(record[field]) for name, field in names.items()}
