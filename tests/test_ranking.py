@@ -700,7 +700,8 @@ def test_probability_where_the_search_saw_everything(tiny: Llama) -> None:
 
 
 def test_a_limit_on_nodes_shows_in_the_result(tiny: Llama) -> None:
-    best = choose(tiny, PROMPT, PHRASES, method="best", normalize="token_length_normalized", max_nodes=3)
+    with pytest.warns(TrieSamplerWarning, match="ended at max_nodes=3"):
+        best = choose(tiny, PROMPT, PHRASES, method="best", normalize="token_length_normalized", max_nodes=3)
     assert best.stats["exact"] is False
     assert best.stats["nodes_evaluated"] == 3
     assert best.probability is None
@@ -708,8 +709,11 @@ def test_a_limit_on_nodes_shows_in_the_result(tiny: Llama) -> None:
 
 
 def test_a_limit_before_any_choice_is_known_is_json_ready(tiny: Llama) -> None:
-    best = choose(tiny, PROMPT, ["one two ten", "redwood red", "red red blue"], method="best", max_nodes=1)
+    choices = ["one two ten", "redwood red", "red red blue"]
+    with pytest.warns(TrieSamplerWarning, match="ended at max_nodes=1"):
+        best = choose(tiny, PROMPT, choices, method="best", max_nodes=1)
     assert best.stats["exact"] is False
+    assert best.name in choices
     json.dumps(best.to_dict(), allow_nan=False)
 
 
@@ -1300,6 +1304,8 @@ def test_steps_make_up_the_score(tiny: Llama) -> None:
 
 
 def test_steps_of_what_is_not_evaluated_stop_early(tiny: Llama) -> None:
-    for choice in rank(tiny, PROMPT, PHRASES, top_k=30, max_nodes=3, steps=True):
+    with pytest.warns(TrieSamplerWarning, match="ended at max_nodes=3"):
+        ranked = rank(tiny, PROMPT, PHRASES, top_k=30, max_nodes=3, steps=True)
+    for choice in ranked:
         assert choice.text.startswith("".join(step.text for step in choice.steps))
     assert all(choice.steps == () for choice in rank(tiny, PROMPT, CHOICES, tokenization="every", steps=True))

@@ -40,16 +40,17 @@ class Choice:
         text: what came out, leading space and all.
         tokens: its token ids, end tokens left out.
         complete: whether the choice was ended.
-        logprob: nats, log of ``probability``.
+        logprob: nats, log of ``probability``; of a search that left choices out the score as far as it is known.
         probability: of the walk: the product over its steps of the pick's share of the softmax over
             the options there (children, and stopping where a leaf ends). Forced steps count 1. Of ``rank``
             and "best" the named score's; ``None`` where not all choices were evaluated.
         margin: nats between the best and the second option at the closest step; ``None`` where no
-            step had two options.
+            step had two options. Of ``rank`` and "best" to the next choice, or what it can still reach.
         valid_mass: the model's own probability that its next token starts a choice, at the first
-            step; ``None`` unless asked for. Low: the prompt does not lead to any of the choices.
+            step; ``None`` unless asked for, or ranked. Low: the prompt does not lead to any of the choices.
         stats: ``steps``, ``forced_steps``, ``masked``, and what the door adds.
-        steps: token by token; of ``rank`` and "best" only where ``steps=True`` asked for it.
+        steps: token by token; of ``rank`` and "best" only where ``steps=True`` asked for it, and then under the whole
+            vocabulary, so they add up to ``stats["score"]`` of one spelling and not to ``logprob``.
     """
 
     name: str | None

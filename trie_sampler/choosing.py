@@ -100,6 +100,8 @@ def choose(
     start = time.perf_counter()
     check_choice("method", method, _METHODS)
     check_choice("on_end", on_end, ("mass", "eog"))
+    if normalize is not None and not _NORMALIZATIONS[method]:
+        raise ValueError(f'normalize={normalize!r} needs method="best" or "sample"')
     if normalize is not None:
         check_choice(f"normalize with method={method!r}", normalize, _NORMALIZATIONS[method])
     if neutral is not None and normalize != "calibrated":

@@ -170,7 +170,8 @@ class ResponseSkeleton(WireModel):
     r"""An answer as spans: literals, and JSON values that a model fills between them.
 
     Attributes:
-        spans: in order. Every key once.
+        spans: in order, each a ``SkeletonSpan`` or a dictionary of its fields. Every key once. Enums and free strings
+            write their own quotes, and arrays their brackets: literals have what is between.
 
     Raises:
         PayloadError: malformed.
@@ -310,13 +311,13 @@ class ResponseSkeleton(WireModel):
         """
         if isinstance(payload, (str, bytes)):
             payload = TokenTreePayload.from_json(payload)
-        for name, value, kind in (
-            ("session", session, StreamSession),
-            ("payload", payload, TokenTreePayload | None),
-            ("plan", plan, SamplerPlan | None),
+        for name, value, kind, kinds in (
+            ("session", session, StreamSession, "StreamSession"),
+            ("payload", payload, TokenTreePayload | None, "TokenTreePayload or its JSON"),
+            ("plan", plan, SamplerPlan | None, "SamplerPlan"),
         ):
             if not isinstance(value, kind):
-                raise TypeError(f"{name}: got {type(value).__name__}, which is none")
+                raise TypeError(f"{name} must be a {kinds}, got {type(value).__name__}")
         for name, callback in {"on_step": on_step, "on_text_chunk": on_text_chunk}.items():
             if callback is not None and not callable(callback):
                 raise TypeError(f"{name} must be callable, got {type(callback).__name__}")
