@@ -189,7 +189,7 @@ class TrieCache:
         >>> cache.get(text) is cache.get(text)
         True
         >>> cache.stats()
-        CacheStats(entries=1, nbytes=42, hits=1, misses=1, evictions=0)
+        CacheStats(entries=1, nbytes=45, hits=1, misses=1, evictions=0)
     """
 
     def __init__(self, max_entries: int = 128, max_bytes: int = 2**28) -> None:
