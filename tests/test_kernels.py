@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import filtered_distribution, logsumexp, splitmix64, stop_logit, uniforms, xoshiro128pp
+from oracle import argmax_child, filtered_distribution, logsumexp, splitmix64, stop_logit, uniforms, xoshiro128pp
 from strategies import logits_rows
 
 from trie_sampler import kernels, layout
@@ -92,6 +92,43 @@ def test_argmax_child(logits: list[float], ref: int, dtype: type) -> None:
     row = np.full(10, 3e38, dtype)
     row[[2, 5, 9]] = logits
     assert kernels.argmax_child(row, TOKEN, 1, 4) == ref
+
+
+WIDE_V = 20_000
+ROWS = {
+    "as they come": lambda row, _: row,
+    "ties": lambda row, _: np.round(row),
+    "children lowest": lambda row, ids: np.where(np.isin(np.arange(WIDE_V), ids), row - 20, row),
+    "children ascend": lambda row, ids: (row.__setitem__(ids, np.sort(row[ids])), row)[1],
+    "NaN here and there": lambda row, _: np.where(row > 0.5, NAN, row),
+    "one child is a number": lambda _row, ids: np.where(np.arange(WIDE_V) == ids[-1], -3.0, NAN),
+    "the last child": lambda row, ids: np.where(np.arange(WIDE_V) == ids[-1], 50, row),
+    "infinite": lambda row, ids: np.where(np.arange(WIDE_V) == ids[len(ids) // 2], INF, row),
+    "nothing": lambda row, _: np.full_like(row, -INF),
+    "NaN alone": lambda row, _: np.full_like(row, NAN),
+}
+
+
+# Where another way begins, by the number of children, and between.
+@pytest.mark.parametrize("n_children", [255, 256, 257, 383, 1000, 8192, 8193, 12_000, WIDE_V])
+@pytest.mark.parametrize("kind", ROWS)
+def test_argmax_child_of_many(n_children: int, kind: str) -> None:
+    rng = np.random.default_rng(n_children)
+    ids = np.sort(rng.choice(WIDE_V, n_children, replace=False)).astype(np.int32)
+    row = ROWS[kind](rng.normal(size=WIDE_V), ids)
+    token = np.array([-1, *ids], np.int32)
+    strided = np.zeros((WIDE_V, 3), np.float32)
+    strided[:, 1] = row
+    for given_row in (row.astype(np.float32), row.astype(np.float64), strided[:, 1]):
+        best = argmax_child(given_row, ids.tolist()) if np.any(given_row[ids] > -INF) else None
+        ref = layout.NO_NODE if best is None else 1 + int(np.searchsorted(ids, best))
+        assert kernels.argmax_child(given_row, token, 1, len(token)) == ref
+
+
+def test_argmax_child_of_damaged_ids() -> None:
+    token = np.random.default_rng(0).integers(-(2**31), 2**31, 9001).astype(np.int32)
+    row = np.arange(1000, dtype=np.float32)
+    assert 0 <= kernels.argmax_child(row, token, 0, 9001) < 9001
 
 
 def test_argmax_child_of_none() -> None:

@@ -188,8 +188,11 @@ def child_range(cursor):
 
 @jit
 def id_at(token, edge, n_ids):
-    """The token of an edge, clamped to 0 .. n_ids - 1: a damaged file holds any number at all."""
-    return min(max(np.int64(token[edge]), np.int64(0)), np.int64(n_ids - 1))
+    """The token of an edge, clamped to 0 .. n_ids - 1: a damaged file holds any number at all.
+
+    As an unsigned number, which one minimum clamps: a third off the time of a gather.
+    """
+    return min(np.int64(token[edge]) & np.int64(0xFFFFFFFF), np.int64(n_ids - 1))
 
 
 @jit
@@ -218,6 +221,15 @@ def find_child(token, start, stop, wanted):
 
     token: [E] int32, ascending within start .. stop.
     """
+    edge = lower_edge(token, start, stop, wanted)
+    if edge < stop and token[edge] == wanted:
+        return edge
+    return NO_NODE
+
+
+@jit
+def lower_edge(token, start, stop, wanted):
+    """The first edge among ``start .. stop`` whose token is at least ``wanted``; stop if none is. O(log K)."""
     low, high = start, stop
     while low < high:
         middle = (low + high) >> 1
@@ -225,9 +237,7 @@ def find_child(token, start, stop, wanted):
             low = middle + 1
         else:
             high = middle
-    if low < stop and token[low] == wanted:
-        return low
-    return NO_NODE
+    return low
 
 
 @jit
@@ -341,16 +351,105 @@ def _close_span(cursor):
 def argmax_child(row, token, start, stop):
     """The edge among ``start .. stop`` with the largest logit, NO_NODE if none is above -inf.
 
-    O(K); ties go to the lowest token.
+    Ties go to the lowest token. O(K); where K is a large part of V, one pass over the row and a few lookups, for
+    a vector instruction passes over eight logits where a gather takes one.
     """
-    best = NO_NODE
-    largest = -np.inf
+    n_children = stop - start
+    if n_children < _MANY:
+        return _argmax_few(row, token, start, stop, np.int64(NO_NODE), row.dtype.type(-np.inf))
+    if n_children <= max(row.shape[0] // _PART_OF_ROW, 2 * _MARK) or row.strides[0] != row.itemsize:
+        return _argmax_many(row, token, start, stop, np.int64(NO_NODE), row.dtype.type(-np.inf))
+    return _argmax_wide(row, token, start, stop)
+
+
+# Measured with V = 262,144, where numpy.argmax takes 13 us: four maxima at once are faster than one from 256 children
+# on, and gather one in 0.5 ns; the pass over the row takes 12 us.
+_MANY = 256
+_PART_OF_ROW = 7
+_LANES = 128
+_BLOCK = 2 * _LANES
+_MARK = 16 * _BLOCK
+
+
+@jit
+def _argmax_few(row, token, start, stop, best, largest):
+    """The edge of the largest logit above ``largest``, else ``best``; children one by one."""
     for edge in range(start, stop):
         logit = row[id_at(token, edge, row.shape[0])]
         if logit > largest:
             best = edge
             largest = logit
     return best
+
+
+@jit
+def _argmax_many(row, token, start, stop, best, largest):
+    """As ``_argmax_few``, four at a time in blocks; the block of the largest is searched for it at the end."""
+    n_ids = row.shape[0]
+    best_block = np.int64(NO_NODE)
+    edge = start
+    while edge + _LANES <= stop:
+        a = b = c = d = largest
+        for i in range(edge, edge + _LANES, 4):
+            w, x = row[id_at(token, i, n_ids)], row[id_at(token, i + 1, n_ids)]
+            y, z = row[id_at(token, i + 2, n_ids)], row[id_at(token, i + 3, n_ids)]
+            a = w if w > a else a
+            b = x if x > b else b
+            c = y if y > c else c
+            d = z if z > d else d
+        a = b if b > a else a
+        c = d if d > c else c
+        a = c if c > a else a
+        if a > largest:
+            largest = a
+            best_block = edge
+        edge += _LANES
+    rest = _argmax_few(row, token, edge, stop, np.int64(NO_NODE), largest)
+    if rest != NO_NODE:
+        return rest
+    if best_block != NO_NODE:
+        for i in range(best_block, best_block + _LANES):
+            if row[id_at(token, i, n_ids)] == largest:
+                return i
+    return best
+
+
+@jit
+def _argmax_wide(row, token, start, stop):
+    """As ``_argmax_few`` for many children in a contiguous row: block by block of the row.
+
+    Children are looked up only in blocks that have a logit above the best so far: about V / K blocks
+    times the logarithm of their number, where children are spread like the rest. Where they are not, and
+    lookups become many, the children left are gathered.
+    """
+    n_ids = row.shape[0]
+    # The first children set a mark: without one every early block would be looked up.
+    edge = start + _MARK
+    best = _argmax_many(row, token, start, edge, np.int64(NO_NODE), row.dtype.type(-np.inf))
+    largest = row.dtype.type(-np.inf) if best == NO_NODE else row[id_at(token, best, n_ids)]
+    lookups_left = n_ids // (_BLOCK * 4)
+    block = id_at(token, edge, n_ids)
+    while block + _BLOCK <= n_ids:
+        # A slice, for its indices are known not to be negative: else this would not be vector code.
+        logits = row[block : block + _BLOCK]
+        n_above = np.int32(0)
+        for i in range(_LANES):
+            x, y = logits[i], logits[_LANES + i]
+            # NaN where y is: such a block is looked up as well, for x is not known then.
+            larger = x if x > y else y
+            n_above += np.int32(not larger <= largest)
+        if n_above > 0:
+            edge = lower_edge(token, edge, stop, block)
+            block_stop = lower_edge(token, edge, min(stop, edge + _BLOCK), block + _BLOCK)
+            best = _argmax_few(row, token, edge, block_stop, best, largest)
+            if best != NO_NODE:
+                largest = row[id_at(token, best, n_ids)]
+            edge = block_stop
+            lookups_left -= 1
+            if lookups_left == 0:
+                break
+        block += _BLOCK
+    return _argmax_many(row, token, lower_edge(token, edge, stop, block), stop, best, largest)
 
 
 @jit
