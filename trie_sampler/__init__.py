@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trie_sampler.llama.sampler import llama_sampler_init_token_trie, token_trie_handle
     from trie_sampler.llama.vocab import model_id
     from trie_sampler.payload import PayloadLimits, TokenSequence, TokenTreeDescriptor, TokenTreePayload
+    from trie_sampler.ragged import NameBuffers
     from trie_sampler.ranking import rank
     from trie_sampler.session import StreamSession
     from trie_sampler.skeleton import ResponseSkeleton
@@ -41,6 +42,7 @@ _HOMES = {
     "Choice": "choice",
     "EmptyTrieError": "errors",
     "EngineError": "errors",
+    "NameBuffers": "ragged",
     "OffTrieError": "errors",
     "PayloadError": "errors",
     "PayloadLimits": "payload",
@@ -76,6 +78,7 @@ __all__ = [
     "Choice",
     "EmptyTrieError",
     "EngineError",
+    "NameBuffers",
     "OffTrieError",
     "PayloadError",
     "PayloadLimits",

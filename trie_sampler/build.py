@@ -215,3 +215,64 @@ def _sort_by_token(keys, spare, start, stop, n_digits):
             counts[value] += 1
         for i in range(start, stop):
             keys[i] = spare[i]
+
+
+def number_names(blob: npt.NDArray[np.uint8], offsets: Int64s, groups: Int32s, base: int) -> npt.NDArray[np.int64]:
+    """Find for each name the first one of its group that is equal to it.
+
+    Args:
+        blob: [B] uint8, the names' bytes.
+        offsets: [N+1] int64, name i is ``blob[offsets[i]:offsets[i+1]]``.
+        groups: [N] int32.
+        base: of the hash, below 2^31 - 1.
+
+    Returns:
+        [N] int64: an index, its own where no equal name comes before. Cost: O(B + N log N).
+    """
+    hashes = np.empty(len(groups), np.int64)
+    _hash_names(blob, offsets, groups, base, hashes)
+    first = np.empty(len(groups), np.int64)
+    _find_equal_names(blob, offsets, groups, hashes, np.argsort(hashes, kind="stable"), first)
+    return first
+
+
+_PRIME = 2**31 - 1
+
+
+@jit
+def _hash_names(blob, offsets, groups, base, hashes):
+    """Write a polynomial in ``base`` modulo a prime for each name and group. O(B)."""
+    for i in range(hashes.shape[0]):
+        total = np.int64(groups[i]) + 1
+        for j in range(offsets[i], offsets[i + 1]):
+            total = (total * base + np.int64(blob[j]) + 1) % _PRIME
+        hashes[i] = total
+
+
+@jit
+def _find_equal_names(blob, offsets, groups, hashes, order, first):
+    """Compare names of equal hash with the first ones of each kind among them. O(B) unless hashes collide."""
+    n = order.shape[0]
+    start = 0
+    for place in range(n):
+        if hashes[order[place]] != hashes[order[start]]:
+            start = place
+        name = order[place]
+        first[name] = name
+        for other in range(start, place):
+            known = order[other]
+            if first[known] == known and groups[known] == groups[name] and _are_equal(blob, offsets, known, name):
+                first[name] = known
+                break
+
+
+@jit
+def _are_equal(blob, offsets, one, other):
+    """Whether two names have the same bytes."""
+    length = offsets[one + 1] - offsets[one]
+    if offsets[other + 1] - offsets[other] != length:
+        return False
+    for i in range(length):
+        if blob[offsets[one] + i] != blob[offsets[other] + i]:
+            return False
+    return True

@@ -18,6 +18,7 @@ import json
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -224,8 +225,8 @@ class TokenTreePayload(WireModel):
                 cls, f"{place}.path", len(descriptor.path), "characters", limits.max_name_length, "max_name_length"
             )
             # Two passes in C over what is nearly always right; the place is looked for where it is not.
-            longest = max((len(leaf.tokens) for leaf in descriptor.leaves), default=0)
-            longest_name = max((len(leaf.name) for leaf in descriptor.leaves), default=0)
+            longest = max(map(len, map(attrgetter("tokens"), descriptor.leaves)), default=0)
+            longest_name = max(map(len, map(attrgetter("name"), descriptor.leaves)), default=0)
             if longest <= limits.max_tokens and longest_name <= limits.max_name_length:
                 continue
             for number, leaf in enumerate(descriptor.leaves):
