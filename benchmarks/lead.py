@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,12 +33,14 @@ FINDERS = {"SmolLM2": "smollm2_path", "Gemma": "gemma_path"}
 
 def load_test_module(name: str) -> ModuleType:
     """A module of the tests, which are no package."""
-    spec = importlib.util.spec_from_file_location(name, TESTS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"trie_sampler_tests_{name}", TESTS / f"{name}.py")
     if spec is None or spec.loader is None:
         raise FileNotFoundError(TESTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if spec.name not in sys.modules:
+        # Dataclasses look their module up.
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[spec.name]
 
 
 def some_requests(requests: dict[str, Sequence[str]], n: int) -> list[tuple[str, str]]:

@@ -76,7 +76,8 @@ def the_only_line(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("command", "n_examples"), [((), 5), (("choose",), 4), (("payload",), 2), (("inspect",), 3), (("demo",), 2)]
+    ("command", "n_examples"),
+    [((), 6), (("choose",), 4), (("payload",), 2), (("inspect",), 3), (("build",), 2), (("demo",), 2)],
 )
 def test_help_has_examples(run: Run, command: tuple[str, ...], n_examples: int) -> None:
     code, out, err = run(*command, "--help")
@@ -336,6 +337,80 @@ def test_inspect_a_file_that_is_no_payload(run: Run, tmp_path: Path) -> None:
     assert (code, out) == (1, "")
     assert "descriptors" in the_only_line(err)
     assert run("inspect", tmp_path / "none.json")[0] == 1
+
+
+# --- build ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def titles(run: Run, tiny_model_path: Path, tmp_path: Path) -> Path:
+    """A trie of three choices behind ``x:``."""
+    (tmp_path / "titles.txt").write_text("ab\nac\n\nREPLY\n")
+    file = tmp_path / "titles.trie"
+    code, out, err = run("build", tmp_path / "titles.txt", "--model", tiny_model_path, "--prompt", "x:", "-o", file)
+    assert (code, err) == (0, "")
+    assert the_only_line(out).startswith(f"{file}: 3 choices, ")
+    return file
+
+
+def test_build_is_what_the_library_makes(titles: Path, tiny: Llama) -> None:
+    trie = trie_sampler.TokenTrie.load(titles)
+    ref = trie_sampler.TokenTrie.from_choices(tiny, ["ab", "ac", "REPLY"], prompt="x:")
+    assert list(trie.leaves()) == list(ref.leaves())
+    assert (trie.tail, trie.model_id) == (ref.tail, ref.model_id)
+
+
+def test_build_reads_stdin(run: Run, tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_stdin(monkeypatch, b"ab\nac\n")
+    file = tmp_path / "titles.trie"
+    assert run("build", "-", "--model", tiny_model_path, "--output", file, "--every")[0] == 0
+    assert trie_sampler.TokenTrie.load(file).n_leaves == 2
+
+
+def test_choose_and_inspect_read_what_build_wrote(
+    run: Run, choose: Run, tiny: Llama, tiny_model_path: Path, titles: Path
+) -> None:
+    ref = trie_sampler.choose(tiny, "x:", ["ab", "ac", "REPLY"]).name
+    assert choose("--prompt", "x:", "--choices-file", titles) == (0, f"{ref}\n", "")
+    code, out, err = run("inspect", titles, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(the_only_line(out))["n_leaves"] == 3
+    code, out, err = run("inspect", titles, "--model", tiny_model_path)
+    assert (code, err) == (0, "")
+    assert "= REPLY" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("build {trie} --model {model} -o x.trie", "is a trie already"),
+        ("payload --model {model} --choices-file {trie}", "is tokenized already"),
+        ("inspect --model {model} --choices-file {trie}", "is tokenized already"),
+        ("inspect {trie} --path action", "--path is for payloads"),
+        ("choose --model {model} --prompt x: --choices-file {trie} --lead space", "spelled already"),
+        ("choose --model {model} --prompt x: --choices-file none.trie", "none.trie: No such file"),
+        ("choose --model {model} --prompt x: --choices-file {model}.trie", "No such file"),
+        ("build {empty} --model {model} -o x.trie", "holds no choices"),
+        ("build {text} --model {model} -o {folder}", "not a file that can be replaced"),
+        ("build {text} --model {model} -o {folder}/none/x.trie", "No such file"),
+    ],
+)
+def test_what_cannot_be_done_with_tries(
+    run: Run, tiny_model_path: Path, tmp_path: Path, titles: Path, command: str, reason: str
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    files = {"trie": titles, "model": tiny_model_path, "folder": tmp_path, "empty": tmp_path / "empty.txt"}
+    code, out, err = run(*command.format(**files, text=tmp_path / "titles.txt").split())
+    assert (code, out) == (1, "")
+    assert reason in the_only_line(err)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["empty.txt", "titles.trie", "titles.txt"]
+
+
+def test_a_damaged_trie_file_is_told_of(choose: Run, titles: Path) -> None:
+    titles.write_bytes(titles.read_bytes()[:-1])
+    code, out, err = choose("--prompt", "x:", "--choices-file", titles)
+    assert (code, out) == (1, "")
+    assert "truncated" in the_only_line(err)
 
 
 def test_defaults_are_the_librarys(choose: Run, calls: list[SimpleNamespace]) -> None:

@@ -43,6 +43,7 @@ examples:
   trie-sampler choose --model model.gguf --chat --choices-file labels.txt < question.txt
   trie-sampler payload --model model.gguf --choices-file actions.txt > actions.json
   trie-sampler inspect actions.json --model model.gguf
+  trie-sampler build titles.txt --model model.gguf -o titles.trie
   trie-sampler demo
 """
 _CHOOSE_EXAMPLES = """\
@@ -63,8 +64,14 @@ examples:
 _INSPECT_EXAMPLES = """\
 examples:
   trie-sampler inspect actions.json
-  trie-sampler inspect actions.json --model model.gguf
+  trie-sampler inspect titles.trie --model model.gguf
   trie-sampler inspect --model model.gguf --choices-file labels.txt --prompt "Label:"
+"""
+_BUILD_EXAMPLES = """\
+examples:
+  trie-sampler build titles.txt --model model.gguf -o titles.trie
+  trie-sampler build titles.txt --model model.gguf --prompt "Title:" -o titles.trie
+  trie-sampler choose --model model.gguf --prompt "Title:" --choices-file titles.trie
 """
 _DEMO_EXAMPLES = """\
 examples:
@@ -134,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_choose(commands)
     _add_payload(commands)
     _add_inspect(commands)
+    _add_build(commands)
     _add_demo(commands)
     return parser
 
@@ -199,7 +207,7 @@ def _add_choices(parser: argparse.ArgumentParser, *, required: bool) -> None:
         "--choices-file",
         type=Path,
         metavar="FILE",
-        help="UTF-8, one choice a line; or *.json with a list of texts, or an object name -> text",
+        help="UTF-8, one choice a line; *.json with a list of texts, or an object name -> text; or a *.trie file",
     )
 
 
@@ -239,14 +247,17 @@ def _add_payload(commands: Any) -> None:
 def _add_inspect(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "inspect",
-        help="show what a payload or a set of choices looks like as a trie",
-        description="Show a payload, or choices and a model's vocabulary, as a trie: counts, a drawn tree, warnings.",
+        help="show what a payload, a trie file or a set of choices looks like as a trie",
+        description="Show a payload, a trie file, or choices and a model's vocabulary, as a trie: counts,\n"
+        "a drawn tree, warnings.",
         epilog=_INSPECT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_inspect, parser=parser)
-    parser.add_argument("payload", nargs="?", type=Path, metavar="PAYLOAD", help="a payload's JSON; - is stdin")
+    parser.add_argument(
+        "payload", nargs="?", type=Path, metavar="FILE", help="a payload's JSON, - is stdin; or a *.trie"
+    )
     parser.add_argument("--model", type=Path, metavar="FILE", help="shows tokens by their text, and checks them")
     parser.add_argument("--path", help="show only this descriptor of the payload")
     parser.add_argument("--prompt", metavar="TEXT", help="what the choices follow")
@@ -258,6 +269,30 @@ def _add_inspect(commands: Any) -> None:
         "--max-lines", type=_line_count, default=40, metavar="N", help="nodes drawn at most (default: 40)"
     )
     parser.add_argument("--json", action="store_true", help="print the counts alone, as one line of JSON")
+
+
+def _add_build(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "build",
+        help="tokenize many choices once, into a file that opens at once",
+        description="Tokenize choices and write their trie to a file, which choose and TokenTrie.load read.\n"
+        "Only the vocabulary of the model is loaded. A million choices take a minute or two.",
+        epilog=_BUILD_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_run_build, parser=parser, choice=None)
+    parser.add_argument(
+        "choices_file",
+        type=Path,
+        metavar="CHOICES",
+        help="UTF-8, one choice a line, - is stdin; or *.json with a list of texts, or an object name -> text",
+    )
+    parser.add_argument("--model", required=True, type=Path, metavar="FILE", help="the model, a GGUF file")
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="FILE", help="the file to write, *.trie")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the choice will follow; its end decides the tokens")
+    spelling = _add_spelling(parser)
+    spelling.add_argument("--every", action="store_true", help="allow every way to write a choice, as a grammar does")
 
 
 def _line_count(text: str) -> int:
@@ -329,7 +364,10 @@ def _run_choose(arguments: argparse.Namespace) -> None:
     print(_json_line(choice.to_dict()) if arguments.json else choice.name)
 
 
-def _read_choices(arguments: argparse.Namespace) -> list[str] | dict[str, str]:
+def _read_choices(arguments: argparse.Namespace) -> Any:
+    """A list of texts, a dict name -> text, or a trie."""
+    if arguments.choice is None and _is_trie_file(arguments.choices_file):
+        return trie_sampler.TokenTrie.load(arguments.choices_file)
     if arguments.choice is not None:
         given: list[str] = arguments.choice
         for choice in given:
@@ -375,7 +413,14 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
     return text.removesuffix("\n")
 
 
+def _is_trie_file(file: Path) -> bool:
+    return file.suffix.lower() == ".trie"
+
+
 def _read_text(file: Path) -> str:
+    """What a file holds, or stdin where it is called ``-``."""
+    if str(file) == "-":
+        return _decoded(sys.stdin.buffer.read() if sys.stdin is not None else b"", "stdin")
     return _decoded(file.read_bytes(), str(file))
 
 
@@ -419,16 +464,35 @@ def _run_inspect(arguments: argparse.Namespace) -> None:
         if from_choices:
             trie = _trie_of(llm, _read_choices(arguments), arguments)
         else:
-            content = (
-                _decoded(sys.stdin.buffer.read(), "stdin")
-                if str(arguments.payload) == "-"
-                else _read_text(arguments.payload)
-            )
-            trie = trie_sampler.TokenTrie.from_payload(content, arguments.path, vocab=llm)
+            trie = _read_trie(arguments.payload, arguments.path, llm)
         _show_trie(trie, llm, arguments)
 
 
+def _run_build(arguments: argparse.Namespace) -> None:
+    if _is_trie_file(arguments.choices_file):
+        raise _CommandError(f"{arguments.choices_file} is a trie already; give the choices as text")
+    choices = _read_choices(arguments)
+    with _loaded(arguments.model, vocab_only=True) as llm:
+        trie = _trie_of(llm, choices, arguments)
+    trie.save(arguments.output)
+    print(f"{arguments.output}: {trie.n_leaves:,} choices, {trie.n_nodes:,} nodes, {trie.nbytes:,} bytes and names")
+
+
+def _read_trie(file: Path, path: str | None, llm: Llama | None) -> trie_sampler.TokenTrie:
+    """The trie of a file or a payload, compared with a vocabulary where one is at hand."""
+    if not _is_trie_file(file):
+        return trie_sampler.TokenTrie.from_payload(_read_text(file), path, vocab=llm)
+    trie = trie_sampler.TokenTrie.load(file)
+    if path is not None:
+        raise _CommandError(f"--path is for payloads; {file} is shown whole")
+    if llm is not None:
+        trie.check_vocab(llm)
+    return trie
+
+
 def _trie_of(llm: Any, choices: Any, arguments: argparse.Namespace) -> trie_sampler.TokenTrie:
+    if isinstance(choices, trie_sampler.TokenTrie):
+        raise _CommandError(f"{arguments.choices_file} is tokenized already; give it to choose or inspect as it is")
     return trie_sampler.TokenTrie.from_choices(llm, choices, prompt=arguments.prompt, **_spelling_of(arguments))
 
 

@@ -14,8 +14,12 @@ last tokens back and begins every path with what the vocabulary makes of both to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from trie_sampler.choices import Choices, Spelling
@@ -23,6 +27,10 @@ from trie_sampler.errors import VocabMismatchError, warn
 from trie_sampler.progress import Progress
 
 _T = TypeVar("_T")
+
+# Choices from which threads are worth starting, and how many a thread takes at a time.
+_MANY_CHOICES = 4096
+_PART = 512
 
 OPENERS = "\"'`([{<«“‘„‹「『（"
 """After one of these a word begins without a space."""
@@ -47,7 +55,10 @@ MAX_TEXT_LENGTH = 10_000
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """A vocabulary, as the core needs it; ``llama.vocab`` makes one of a ``Llama``."""
+    """A vocabulary, as the core needs it; ``llama.vocab`` makes one of a ``Llama``.
+
+    One that may be asked by several threads at once, and gains by it, also has an ``n_threads``.
+    """
 
     @property
     def n_vocab(self) -> int:
@@ -240,12 +251,12 @@ def spell_choices(
     if spelling.tokenization == "every":
         written = tuple((name, text.encode()) for name, texts in forms for text in texts or ("",))
         return Spelled(written, edge.text, every=True, doubts=tuple(doubts))
-    paths: list[tuple[str, tuple[int, ...]]] = []
-    merged: list[str] = []
-    for name, texts in _with_progress(forms, len(choices.names)):
+    plain_tokens: set[int] = set()
+
+    def spell(name: str, texts: tuple[str, ...]) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:
+        """The paths of a choice, and whether the prompt's end would have merged with it."""
         if not texts:
-            paths.append((name, ()))
-            continue
+            return [(name, ())], False
         clean = []
         for text in texts:
             plain, behind = _split_at_controls(tokenizer, text.encode(), special=spelling.special)
@@ -255,13 +266,20 @@ def spell_choices(
                 tokens = _stand_alone(tokenizer, plain)
             if tokens is not None:
                 clean.append((text, tokens + behind))
-        if not clean:
-            merged.append(name)
+        is_merged = not clean
+        if is_merged:
             plain, behind = _split_at_controls(tokenizer, texts[0].encode(), special=spelling.special)
             clean = [(texts[0], _stand_alone(tokenizer, plain) + behind)]
         for text, tokens in clean:
-            _check_spelling(tokenizer, name, text.encode(), tokens, special=spelling.special)
-            paths.append((name, tokens))
+            _check_spelling(tokenizer, name, text.encode(), tokens, plain_tokens, special=spelling.special)
+        return [(name, tokens) for _, tokens in clean], is_merged
+
+    paths: list[tuple[str, tuple[int, ...]]] = []
+    merged: list[str] = []
+    for spelled, is_merged in _work_on(tokenizer, forms, len(choices.names), spell):
+        paths += spelled
+        if is_merged:
+            merged.append(spelled[0][0])
     if merged:
         doubts.append(
             f"the prompt ends in {_shown(edge.text)}, whose last token the "
@@ -297,14 +315,17 @@ class Merges:
 def find_merges(tokenizer: Tokenizer, choices: Choices, edge: Edge, spelling: Spelling) -> Merges:
     """Which choices, in any of their forms, the vocabulary would not cut where the prompt ends."""
     n_before = len(edge.tokens)
-    kept = n_before
-    names = []
-    for name, texts in _with_progress(_forms(choices, edge, spelling), len(choices.names)) if n_before else ():
+
+    def cut(name: str, texts: tuple[str, ...]) -> tuple[str, int]:
+        """How many of the edge's tokens stay what they are before all forms of a choice."""
         plains = [_split_at_controls(tokenizer, text.encode(), special=spelling.special)[0] for text in texts]
         cuts = [_count_equal(edge.tokens, tokenizer.tokenize(edge.text + plain)) for plain in plains]
-        if cuts and min(cuts) < n_before:
-            names.append(name)
-            kept = min(kept, *cuts)
+        return name, min(cuts, default=n_before)
+
+    forms = _forms(choices, edge, spelling) if n_before else ()
+    cuts = list(_work_on(tokenizer, forms, len(choices.names), cut))
+    names = [name for name, n_equal in cuts if n_equal < n_before]
+    kept = min((n_equal for _, n_equal in cuts), default=n_before)
     n_healed = n_before - kept
     return Merges(tuple(names), n_healed, n_healed <= edge.n_healable and (n_before > 0 or not edge.text))
 
@@ -317,19 +338,22 @@ def _spell_healed(
     healed = tokenizer.detokenize(edge.tokens[n_kept:])
     tail = edge.text[: len(edge.text) - len(healed)]
     every = spelling.tokenization == "every"
-    paths: list[tuple[str, Sequence[int]]] = []
-    for name, texts in _with_progress(_forms(choices, edge, spelling), len(choices.names)):
+    plain_tokens: set[int] = set()
+
+    def spell(name: str, texts: tuple[str, ...]) -> list[tuple[str, Sequence[int]]]:
+        paths: list[tuple[str, Sequence[int]]] = []
         for text in texts:
             if every:
                 paths.append((name, healed + text.encode()))
                 continue
             plain, behind = _split_at_controls(tokenizer, text.encode(), special=spelling.special)
             tokens = (*tokenizer.tokenize(edge.text + plain)[n_kept:], *behind)
-            _check_spelling(tokenizer, name, healed + text.encode(), tokens, special=spelling.special)
+            _check_spelling(tokenizer, name, healed + text.encode(), tokens, plain_tokens, special=spelling.special)
             paths.append((name, tokens))
-        if not texts:
-            paths.append((name, ()))
-    return Spelled(tuple(paths), tail, every, healed, n_healed, doubts)
+        return paths or [(name, ())]
+
+    spelled = _work_on(tokenizer, _forms(choices, edge, spelling), len(choices.names), spell)
+    return Spelled(tuple(chain.from_iterable(spelled)), tail, every, healed, n_healed, doubts)
 
 
 def _continue(tokenizer: Tokenizer, edge: Edge, text: bytes) -> tuple[int, ...] | None:
@@ -405,7 +429,7 @@ def continue_text(tokenizer: Tokenizer, before: Sequence[int], text: bytes) -> t
     tokens = _continue(tokenizer, edge_of(tokenizer, before), text)
     if tokens is None or tokenizer.detokenize(tokens) != text:
         tokens = _stand_alone(tokenizer, text)
-    _check_spelling(tokenizer, text.decode(), text, tokens)
+    _check_spelling(tokenizer, text.decode(), text, tokens, set())
     return tokens
 
 
@@ -441,13 +465,24 @@ def finish_leaf(tokenizer: Tokenizer, trie: Any, node: int, before: Sequence[int
 
 
 def _check_spelling(
-    tokenizer: Tokenizer, name: str, text: bytes, tokens: tuple[int, ...], *, special: bool = False
+    tokenizer: Tokenizer,
+    name: str,
+    text: bytes,
+    tokens: tuple[int, ...],
+    plain_tokens: set[int],
+    *,
+    special: bool = False,
 ) -> None:
-    """Tokens must give the text back, byte for byte, a leading space apart."""
-    for place, token in enumerate(tokens):
-        if tokenizer.is_eog(token) or (tokenizer.is_control(token) and not special):
-            what = "ends the generation" if special else "is a control token; text from a user never makes one"
-            raise VocabMismatchError(f"choice {name!r:.80}: token {token} at index {place} {what}")
+    """Tokens must give the text back, byte for byte, a leading space apart.
+
+    ``plain_tokens`` takes those that may be part of a choice, which need not be asked for again.
+    """
+    if not plain_tokens.issuperset(tokens):
+        for place, token in enumerate(tokens):
+            if tokenizer.is_eog(token) or (tokenizer.is_control(token) and not special):
+                what = "ends the generation" if special else "is a control token; text from a user never makes one"
+                raise VocabMismatchError(f"choice {name!r:.80}: token {token} at index {place} {what}")
+        plain_tokens.update(tokens)
     # A Tokenizer that never parses control tokens need not know the argument.
     spelled = tokenizer.detokenize(tokens, special=True) if special else tokenizer.detokenize(tokens)
     if spelled not in (text, b" " + text):
@@ -478,11 +513,31 @@ def _find_mixed_leads(choices: Choices, spelling: Spelling) -> list[str]:
     return [doubt]
 
 
-def _with_progress(forms: Iterable[_T], n_choices: int) -> Iterator[_T]:
+def _work_on(
+    tokenizer: Tokenizer,
+    forms: Iterable[tuple[str, tuple[str, ...]]],
+    n_choices: int,
+    work: Callable[[str, tuple[str, ...]], _T],
+) -> Iterator[_T]:
+    """Results of ``work(name, texts)`` in order; those of many choices from threads, where the vocabulary allows it."""
+    n_threads = min(getattr(tokenizer, "n_threads", 1), os.cpu_count() or 1)
     with Progress("tokenizing choices", n_choices) as progress:
-        for form in forms:
-            yield form
-            progress.advance()
+        if n_threads == 1 or n_choices < _MANY_CHOICES:
+            for form in forms:
+                yield work(*form)
+                progress.advance()
+            return
+        waiting = iter(forms)
+        with ThreadPoolExecutor(n_threads) as threads:
+            running: deque[Future[list[_T]]] = deque()
+            while True:
+                while len(running) < 2 * n_threads and (part := list(islice(waiting, _PART))):
+                    running.append(threads.submit(lambda part: [work(*form) for form in part], part))
+                if not running:
+                    return
+                done = running.popleft().result()
+                yield from done
+                progress.advance(len(done))
 
 
 def _shown(text: bytes) -> str:

@@ -33,6 +33,9 @@ class LlamaTokenizer:
     Cost: ``eog_ids`` asks every id once, 0.07 s for 262,144; ``as_tokenizer`` keeps one per model.
     """
 
+    n_threads = 4
+    """llama.cpp tokenizes without the GIL; what is around it is Python, so that more threads would wait."""
+
     def __init__(self, llm: Llama) -> None:
         # The model owns the vocabulary; holding it keeps the pointer alive.
         self._model = llm._model
