@@ -27,6 +27,8 @@ ms_per_token, _unconstrained    of the mode; of plain greedy decoding
 token_accuracy_canonical        the same with ``tokenization="canonical"``
 valid_set_equal_steps, _steps   steps at which the trie's next tokens were the grammar's, control tokens apart; of how
                                 many that were looked at, outside the timed part
+tokenization, skip              as called
+n_prompts, n_tokens             counts
 differences                     where tokens differ: the prompt, the place, and the logit that was given away
 answers                         by prompt: SHA-256 of it, token ids, seconds
 choices_sha256, stamp           of names and grammar; what was measured on
@@ -150,12 +152,16 @@ def decode_by_chain(llm: Llama, prompt: Sequence[int], grammar: str | None, n_to
     return Answer(tokens, n_passes, seconds)
 
 
-def decode_by_trie(llm: Llama, prompt: Sequence[int], source: Any, spelling: dict[str, Any]) -> Answer:
+def decode_by_trie(
+    llm: Llama, prompt: Sequence[int], source: Any, spelling: dict[str, Any], skip: str = "exact"
+) -> Answer:
     """In a session, under the trie; stops are weighed as the grammar weighs them."""
+    # The same batch as the grammar evaluates: others move the logits of quantized models a little.
+    llm.reset()
     with StreamSession.open(llm) as session:
         session.prefill(list(prompt))
         session.set_token_trie(source, on_end="eog", **spelling)
-        done = session.generate()
+        done = session.generate(skip=skip)
     usage = done.usage
     return Answer(list(done.tokens), usage.forward_passes_total - usage.forward_passes_saved, usage.seconds, usage)
 
@@ -256,12 +262,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     warm_up()
     decode_by_chain(llm, prompts[0], grammar)
     if not is_guided:
-        decode_by_trie(llm, prompts[0], source, spelling)
+        decode_by_trie(llm, prompts[0], source, spelling, options.skip)
     for number, prompt in enumerate(prompts):
         if not options.baseline or is_guided:
             grammars.answers.append(decode_by_chain(llm, prompt, grammar))
         if not is_guided:
-            tries.answers.append(decode_by_trie(llm, prompt, source, spelling))
+            tries.answers.append(decode_by_trie(llm, prompt, source, spelling, options.skip))
             canonical.answers.append(decode_by_trie(llm, prompt, names, {"tokenization": "canonical"}))
         plain.answers.append(decode_by_chain(llm, prompt, None, max(1, len(grammars.answers[number].tokens))))
     run = grammars if is_guided else tries
@@ -292,6 +298,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "valid_set_steps": n_seen,
         "differences": [] if is_guided else find_differences(llm, prompts, tries, grammars),
         "tokenization": None if is_guided else options.tokenization,
+        "skip": None if is_guided else options.skip,
         "n_prompts": len(prompts),
         "n_tokens": run.n_tokens,
         "answers": [
@@ -325,6 +332,12 @@ def main(argv: list[str] | None = None) -> int:
         choices=("payload", "canonical", "every"),
         default="payload",
         help="the payload's ids, or its names spelled anew (default: payload)",
+    )
+    parser.add_argument(
+        "--skip",
+        choices=("exact", "canonical"),
+        default="exact",
+        help="what is not decoded: tokens without an alternative, or all of a choice that is the only one left",
     )
     parser.add_argument("--checked-steps", type=int, default=50, metavar="N", help="valid sets compared (default: 50)")
     parser.add_argument("--n-ctx", type=int, default=1024)
