@@ -1,7 +1,8 @@
-"""What a payload that was seen before costs, and whether threads wait for each other's look into the cache.
+"""What a payload costs, new and seen before, and whether threads wait for each other's look into the cache.
 
     python -m benchmarks.caching [--threads 8] [--picks 2000] [--json]
 
+* JSON to a ready trie, against ``json.loads`` of the same text alone and against opening the trie's own file;
 * a hit of ``TrieCache.get``: thirty leaves, by their JSON and by a ``TokenTreePayload``; against building it;
 * threads that walk tries out of one cache, each walk with a ``get`` of its own: the time that they waited for the
   cache's lock, as a share of the time of their picks; every walk must be what one thread alone walks.
@@ -12,15 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from benchmarks.machine import report
-from trie_sampler import TokenTreePayload, TrieCache, TrieCursor, warm_up
+from trie_sampler import TokenTreePayload, TokenTrie, TrieCache, TrieCursor, warm_up
 
 N_PAYLOADS, N_LEAVES, N_VOCAB = 40, 30, 1000
 
@@ -42,26 +44,16 @@ class TimedLock:
         self._lock.release()
 
 
+def payload_of(names: Iterable[str], n_tokens: int, n_vocab: int, draw: np.random.Generator) -> str:
+    """Leaves of so many tokens each, as JSON."""
+    leaves = [{"name": name, "tokens": draw.integers(1, n_vocab, n_tokens).tolist()} for name in names]
+    return json.dumps({"modelId": "m", "descriptors": [{"path": "action", "leaves": leaves}]})
+
+
 def payloads() -> list[str]:
     """Thirty leaves of four tokens each."""
     draw = np.random.default_rng(0)
-    return [
-        json.dumps(
-            {
-                "modelId": "m",
-                "descriptors": [
-                    {
-                        "path": "action",
-                        "leaves": [
-                            {"name": f"ACTION_{n}_{i}", "tokens": draw.integers(1, N_VOCAB, 4).tolist()}
-                            for i in range(N_LEAVES)
-                        ],
-                    }
-                ],
-            }
-        )
-        for n in range(N_PAYLOADS)
-    ]
+    return [payload_of((f"ACTION_{n}_{i}" for i in range(N_LEAVES)), 4, N_VOCAB, draw) for n in range(N_PAYLOADS)]
 
 
 def microseconds(call: Callable[[], Any], n: int = 2000) -> float:
@@ -72,6 +64,24 @@ def microseconds(call: Callable[[], Any], n: int = 2000) -> float:
         call()
         times.append(time.perf_counter() - start)
     return 1e6 * statistics.median(times)
+
+
+def measure_reading(n_leaves: int, n: int) -> dict[str, Any]:
+    """A row: JSON to trie."""
+    text = payload_of((f"ACTION_{i}" for i in range(n_leaves)), 5, 262_144, np.random.default_rng(2))
+    by_json = microseconds(lambda: TokenTrie.from_payload(text), n)
+    loads = microseconds(lambda: json.loads(text), n)
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/payload.trie"
+        TokenTrie.from_payload(text).save(file)
+        by_file = microseconds(lambda: TokenTrie.load(file), n)
+    return {
+        "what": f"{n_leaves} leaves of 5 tokens, {len(text):,} bytes of JSON",
+        "json_to_trie_us": by_json,
+        "json_loads_us": loads,
+        "to_json_loads": by_json / loads,
+        "open_file_us": by_file,
+    }
 
 
 def measure_hits(text: str) -> dict[str, Any]:
@@ -136,7 +146,13 @@ def main() -> None:
     options = parser.parse_args()
     warm_up()
     texts = payloads()
-    report([measure_hits(texts[0]), measure_threads(texts, options.threads, options.picks)], as_json=options.json)
+    rows = [
+        measure_reading(N_LEAVES, 500),
+        measure_reading(8192, 20),
+        measure_hits(texts[0]),
+        measure_threads(texts, options.threads, options.picks),
+    ]
+    report(rows, as_json=options.json)
 
 
 if __name__ == "__main__":

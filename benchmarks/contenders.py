@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -141,7 +142,10 @@ class LLGuidance(_Masks):
         import llguidance.numpy
 
         self._numpy = llguidance.numpy
-        tokenizer = llguidance.llamacpp.lltokenizer_from_vocab(llama_cpp.llama_model_get_vocab(llm.model))
+        with warnings.catch_warnings():
+            # It asks the host by a name that the host is about to drop.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            tokenizer = llguidance.llamacpp.lltokenizer_from_vocab(llama_cpp.llama_model_get_vocab(llm.model))
         grammar = "start: " + " | ".join(json.dumps(text) for text, _ in choices)
         self._matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
         if self._matcher.is_error():

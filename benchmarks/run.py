@@ -4,9 +4,9 @@
         [--only NAME] [--budget 60] [--json FILE] [--smoke]
 
 One process a contender and size. Each walk follows one choice, drawn at random: at every step its next token gets the
-largest logit of a row of noise, and the contender must pick it, or the run fails. Timed are, for a peer, computing what
-is allowed and applying it to the row, without the pick; for us the pick, for there is no mask. Nobody's step to the next
-node counts. Who takes longer than the budget, fails or is not installed has a row that says so.
+largest logit of a row of noise, and the contender must pick it, or the run fails. Timed are, for a peer, computing
+what is allowed and applying it to the row, without the pick; for us the pick, for there is no mask. Nobody's step to
+the next node counts. Who takes longer than the budget, fails or is not installed has a row that says so.
 
 ==================  ============================================================================================
 build_s             compiling the choices; for peers also what they make of the vocabulary
@@ -40,7 +40,7 @@ from benchmarks.ranking import make_titles
 
 SIZES = (4, 30, 200, 1000, 10_000, 100_000, 1_000_000)
 OURS = "trie_sampler"
-_WALKS = 200
+_WALKS = 2000
 _PROMPT = "Title:"
 _BOOST = 100.0
 _MB = 2**20 if sys.platform == "darwin" else 1024

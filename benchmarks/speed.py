@@ -3,6 +3,7 @@
     python -m benchmarks.speed [--model FILE.gguf] [--json]
 
 * a pick of the cursor from Python, at 4 and at 1,000,000 leaves, hot and at random nodes;
+* the same pick in rows of 32,000 to 262,144 logits, and among 1,000 to 200,000 children;
 * a call of the logits processor on a strided row of 262,144 logits, against the NumPy way;
 * importing the package, in a process of its own;
 * the first ``choose`` of a process, over what the host's import and model load cost anyway.
@@ -113,6 +114,33 @@ def measure_picks(n_calls: int) -> Iterator[dict[str, Any]]:
             "what": f"cursor.pick, {n_leaves:,} leaves, random inner nodes",
             "median_us": float(np.median(spent)),
             "p99_us": float(np.percentile(spent, 99)),
+        }
+
+
+def measure_widths(n_calls: int) -> Iterator[dict[str, Any]]:
+    """Pick among 64 children of rows of three vocabularies, and among any part of the widest."""
+    rng = np.random.default_rng(3)
+    for width in (32_000, 128_256, V):
+        row = rng.normal(size=width).astype(np.float32)
+        ids = np.sort(rng.choice(width, 64, replace=False))
+        cursor = TrieCursor(TokenTrie.from_ragged(ids, np.arange(65)))
+        yield {
+            "what": f"cursor.pick, 64 children, V = {width:,}",
+            "median_us": float(np.median(time_calls(partial(cursor.pick, row), n_calls))),
+        }
+    row = rng.normal(size=V).astype(np.float32)
+    for n_children in (1000, 10_000, 30_000, 50_000, 100_000, 200_000):
+        ids = np.sort(rng.choice(V, n_children, replace=False))
+        cursor = TrieCursor(TokenTrie.from_ragged(ids, np.arange(n_children + 1)))
+        if cursor.pick(row) != numpy_pick(ids, row):
+            raise AssertionError("the contenders do not agree")
+        # In turn, so that a slow moment of the machine meets both.
+        pairs = [(time_once(partial(cursor.pick, row)), time_once(row.argmax)) for _ in range(n_calls // 20)]
+        ours, argmax = np.median(np.array(pairs), axis=0)
+        yield {
+            "what": f"cursor.pick, {n_children:,} children, V = {V:,}",
+            "median_us": float(ours),
+            "ratio_to_argmax_of_row": float(ours / argmax),
         }
 
 
@@ -256,6 +284,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [
         *measure_picks(options.calls),
+        *measure_widths(options.calls),
         *measure_processor(max(options.calls // 20, 100)),
         *measure_start(options.model, options.runs),
     ]
