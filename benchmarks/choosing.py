@@ -8,7 +8,7 @@ router has it. All contenders take each request in turn, each on a ``Llama`` of 
 * prefill: the rest of the prompt, evaluated, and nothing else;
 * decode: one more token; batch: as many tokens as ``choose`` decoded for its next decision, a forced run among them;
 * ``choose``, whole call, against two bounds: prefill + 1 ms + 1.15 x its decodes as single tokens, or as those batches;
-* guidance's ``select``, whole call, where guidance is installed;
+* guidance's ``select``, Outlines' choice and lm-format-enforcer's processor, whole calls, where they are installed;
 * ``create_completion(grammar=...)``, whole call, and its time after the prefill against ours.
 
 Medians over the requests, of ratios too. Answers are checked to be actions.
@@ -21,9 +21,9 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from llama_cpp import Llama, LlamaGrammar
+from llama_cpp import Llama, LlamaGrammar, LogitsProcessorList
 
 from benchmarks.lead import FINDERS, load_test_module, some_requests
 from benchmarks.machine import report
@@ -57,6 +57,40 @@ def guidance_select(path: str, threads: int, actions: Sequence[str]) -> Callable
     return lambda prompt: str((base + prompt + " " + select(list(actions), name="action"))["action"])
 
 
+def outlines_choice(path: str, threads: int, actions: Sequence[str]) -> Callable[[str], str] | None:
+    """Answer by Outlines' choice on llama.cpp; None where it is not installed."""
+    try:
+        import outlines
+    except ImportError:
+        return None
+    generator = outlines.Generator(outlines.from_llamacpp(load(path, threads)), Literal[tuple(actions)])
+    return lambda prompt: str(generator(prompt + " ", max_tokens=32, temperature=0.0))
+
+
+def enforcer_choice(path: str, threads: int, actions: Sequence[str]) -> Callable[[str], str] | None:
+    """Answer by lm-format-enforcer's processor for llama.cpp; None where it is not installed."""
+    try:
+        from lmformatenforcer import RegexParser
+        from lmformatenforcer.integrations import llamacpp
+    except ImportError:
+        return None
+    llm = load(path, threads)
+    data = llamacpp.build_token_enforcer_tokenizer_data(llm)
+    pattern = " (" + "|".join(actions) + ")"
+
+    def answer(prompt: str) -> str:
+        processor = llamacpp.build_llamacpp_logits_processor(data, RegexParser(pattern))
+        done = llm.create_completion(
+            prompt, logits_processor=LogitsProcessorList([processor]), temperature=0.0, max_tokens=32
+        )
+        return str(done["choices"][0]["text"]).strip()
+
+    return answer
+
+
+PEERS = {"guidance_select": guidance_select, "outlines_choice": outlines_choice, "format_enforcer": enforcer_choice}
+
+
 def measure(name: str, path: str, threads: int, actions: Sequence[str], requests: Sequence[str]) -> dict[str, Any]:
     """One row."""
     head = f"Pick the one action that fits the request.\nActions: {', '.join(actions)}\n"
@@ -64,7 +98,7 @@ def measure(name: str, path: str, threads: int, actions: Sequence[str], requests
     ours, bare, host = load(path, threads), load(path, threads), load(path, threads)
     quoted = " | ".join(f'" {action}"' for action in actions)
     grammar = LlamaGrammar.from_string(f"root ::= {quoted}", verbose=False)
-    select = guidance_select(path, threads, actions)
+    peers = {peer: made for peer, make in PEERS.items() if (made := make(path, threads, actions)) is not None}
     decoder = Decoder(bare)
     bare_ids = [bare.tokenize(prompt.encode(), special=True) for prompt in prompts]
     times: dict[str, list[float]] = {}
@@ -91,9 +125,10 @@ def measure(name: str, path: str, threads: int, actions: Sequence[str], requests
         by_grammar, answer = timed(
             lambda prompt=prompt: host.create_completion(prompt, grammar=grammar, temperature=0.0, max_tokens=32)
         )
-        selected = (0.0, choice.name) if select is None else timed(lambda prompt=prompt: select(prompt))
-        if not {choice.name, answer["choices"][0]["text"].strip(), selected[1]} <= set(actions):
-            raise AssertionError(f"{choice.name!r}, {answer['choices'][0]['text']!r}, {selected[1]!r}")
+        selected = {peer: timed(lambda prompt=prompt, ask=ask: ask(prompt)) for peer, ask in peers.items()}
+        answers = [choice.name, answer["choices"][0]["text"].strip(), *(said for _, said in selected.values())]
+        if not set(answers) <= set(actions):
+            raise AssertionError(f"not all of these are actions: {answers}")
         if turn == 0:
             continue  # the head is in the cache from here on
         passes.append(choice.stats["forward_passes"])
@@ -110,9 +145,9 @@ def measure(name: str, path: str, threads: int, actions: Sequence[str], requests
         keep("grammar_ms", by_grammar)
         keep("after_prefill_ms", whole - prefill)
         keep("grammar_after_prefill_ms", by_grammar - prefill)
-        if select is not None:
-            keep("guidance_select_ms", selected[0])
-            keep("choose_to_guidance", whole / selected[0])
+        for peer, (milliseconds, _) in selected.items():
+            keep(f"{peer}_ms", milliseconds)
+            keep(f"choose_to_{peer}", whole / milliseconds)
     row: dict[str, Any] = {"what": name} | {what: statistics.median(values) for what, values in times.items()}
     row["forward_passes"] = statistics.fmean(passes)
     for llm in (ours, bare, host):

@@ -43,6 +43,7 @@ CORE_FILES = {
     "test_kernels",
     "test_native_kernels",
     "test_payload",
+    "test_ragged",
     "test_scores",
     "test_span",
     "test_store",

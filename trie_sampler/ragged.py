@@ -65,16 +65,16 @@ class Names:
 
     @classmethod
     def of_buffers(cls, buffers: NameBuffers) -> Names:
-        """Of names that are one blob already; copied only from other dtypes.
+        """Of names that are one blob already; copied, for a trie keeps them and a caller may change an array.
 
         Raises:
             ValueError: the offsets do not cut the bytes into UTF-8.
         """
         data = buffers.data
-        held = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else np.asarray(data)
+        held = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else np.array(data)
         if held.dtype != np.uint8 or held.ndim != 1:
             raise ValueError(f"the names' bytes must be bytes or [B] uint8, got {held.dtype} {held.shape}")
-        names = cls(held, offsets_array(buffers.offsets, len(held), "bytes of names"))
+        names = cls(held, offsets_array(np.array(buffers.offsets), len(held), "bytes of names"))
         if not names.are_text():
             raise ValueError("the names are not UTF-8, or an offset cuts a character")
         return names
