@@ -24,9 +24,11 @@ import argparse
 import importlib.metadata
 import itertools
 import json
+import pickle
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,15 @@ def make_choices(llm: Any, n: int) -> Choices:
     return list(trie.leaves()) if n < SIZES[-2] else _leaves_of_many(trie)
 
 
+def write_choices(model: str, n: int, file: Path) -> None:
+    """Tokenize once for all contenders."""
+    from llama_cpp import Llama
+
+    llm = Llama(model, vocab_only=True, verbose=False)
+    file.write_bytes(pickle.dumps(make_choices(llm, n)))
+    llm.close()
+
+
 def _leaves_of_many(trie: Any) -> Choices:
     """As ``trie.leaves()``, each node's path made of its parent's."""
     paths: list[tuple[int, ...]] = [()] * trie.n_nodes
@@ -74,12 +85,12 @@ def _leaves_of_many(trie: Any) -> Choices:
     return found
 
 
-def measure(name: str, model: str, n: int, budget: float) -> dict[str, Any]:
-    """A row, in this process."""
+def measure(name: str, model: str, file: Path, budget: float) -> dict[str, Any]:
+    """A row, in this process; the choices come from a file."""
     from llama_cpp import Llama
 
     llm = Llama(model, vocab_only=True, verbose=False)
-    choices = make_choices(llm, n)
+    choices: Choices = pickle.loads(file.read_bytes())  # noqa: S301 - written by the process that started this one
     contender = CONTENDERS[name]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if name == OURS:
@@ -88,7 +99,7 @@ def measure(name: str, model: str, n: int, budget: float) -> dict[str, Any]:
     start = time.perf_counter()
     contender.build(llm, choices)
     build_s = time.perf_counter() - start
-    rng = np.random.default_rng(n)
+    rng = np.random.default_rng(len(choices))
     noise = rng.normal(size=llm.n_vocab()).astype(np.float32)
     walks = [choices[i][1] for i in rng.integers(0, len(choices), _WALKS)]
     steps, picks, totals = [], [], []
@@ -131,7 +142,7 @@ def measure(name: str, model: str, n: int, budget: float) -> dict[str, Any]:
     }
 
 
-def run_one(name: str, model: str, n: int, budget: float) -> dict[str, Any]:
+def run_one(name: str, model: str, file: Path, budget: float) -> dict[str, Any]:
     """A row, in a process of its own; what went wrong, in a word."""
     package = CONTENDERS[name].package
     if package is not None and name != "STATIC":
@@ -139,7 +150,7 @@ def run_one(name: str, model: str, n: int, budget: float) -> dict[str, Any]:
             importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return {"failure": "not installed"}
-    command = [sys.executable, "-m", "benchmarks.run", "--child", name, "--model-file", model, "--sizes", str(n)]
+    command = [sys.executable, "-m", "benchmarks.run", "--child", name, "--model-file", model, "--choices", str(file)]
     try:
         done = subprocess.run(
             [*command, "--budget", str(budget)], capture_output=True, text=True, timeout=budget, check=False
@@ -156,18 +167,23 @@ def run_one(name: str, model: str, n: int, budget: float) -> dict[str, Any]:
 def compare(models: dict[str, str], names: list[str], sizes: list[int], budget: float) -> list[dict[str, Any]]:
     """All rows; who was over the budget or failed is not asked for more choices."""
     rows = []
-    for (model, file), n in itertools.product(models.items(), sizes):
-        ours: dict[str, Any] = {}
-        for name in names:
-            failed = [row for row in rows if row["contender"] == name and row["model"] == model and "failure" in row]
-            row = failed[-1] if failed else run_one(name, file, n, budget)
-            if name == OURS:
-                ours = row
-            if "walk_us" in row and "walk_us" in ours:
-                row["to_ours"] = row["walk_us"] / ours["walk_us"]
-            rows.append({**row, "model": model, "contender": name, "choices": n})
-            figures = ", ".join(f"{k} {v:.4g}" for k, v in row.items() if isinstance(v, float))
-            print(f"{model}, {n:,} choices, {name}: {row.get('failure') or figures}", flush=True)
+    for (model, path), n in itertools.product(models.items(), sizes):
+        with tempfile.TemporaryDirectory() as folder:
+            choices = Path(folder) / "choices"
+            write_choices(path, n, choices)
+            ours: dict[str, Any] = {}
+            for name in names:
+                failed = [
+                    row for row in rows if row["contender"] == name and row["model"] == model and "failure" in row
+                ]
+                row = failed[-1] if failed else run_one(name, path, choices, budget)
+                if name == OURS:
+                    ours = row
+                if "walk_us" in row and "walk_us" in ours:
+                    row["to_ours"] = row["walk_us"] / ours["walk_us"]
+                rows.append({**row, "model": model, "contender": name, "choices": n})
+                figures = ", ".join(f"{k} {v:.4g}" for k, v in row.items() if isinstance(v, float))
+                print(f"{model}, {n:,} choices, {name}: {row.get('failure') or figures}", flush=True)
     return rows
 
 
@@ -182,10 +198,11 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="two sizes, SmolLM2, seconds")
     parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--model-file", help=argparse.SUPPRESS)
+    parser.add_argument("--choices", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = [4, 200] if options.smoke else [int(size) for size in options.sizes.split(",")]
     if options.child:
-        print(json.dumps(measure(options.child, options.model_file, sizes[0], options.budget)))
+        print(json.dumps(measure(options.child, options.model_file, options.choices, options.budget)))
         return
     names = [name for name in CONTENDERS if not options.only or name in {OURS, *options.only}]
     finders = ["SmolLM2"] if options.smoke else options.model or list(FINDERS)

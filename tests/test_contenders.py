@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 from typing import Any
 
 import models
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.contenders import CONTENDERS
-from benchmarks.run import make_choices, run_one
+from benchmarks.run import make_choices, run_one, write_choices
 
 pytestmark = pytest.mark.model
 
@@ -35,8 +36,9 @@ def test_every_choice_comes_out(smollm2: Any, name: str) -> None:
             contender.accept(token)
 
 
-def test_what_fails_says_so() -> None:
-    failure = run_one("STATIC", str(models.smollm2_path()), 4, 30.0)["failure"]
+def test_what_fails_says_so(tmp_path: Path) -> None:
+    write_choices(str(models.smollm2_path()), 4, tmp_path / "choices")
+    failure = run_one("STATIC", str(models.smollm2_path()), tmp_path / "choices", 30.0)["failure"]
     assert "no package of that name" in failure
 
 
@@ -45,4 +47,4 @@ def test_who_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", refuse)
-    assert run_one("llguidance", "none.gguf", 4, 20.0) == {"failure": "not installed"}
+    assert run_one("llguidance", "none.gguf", Path("none"), 20.0) == {"failure": "not installed"}
