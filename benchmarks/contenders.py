@@ -157,6 +157,8 @@ class LLGuidance(_Masks):
 
     def mask(self, row: Row) -> None:
         self._numpy.fill_next_token_bitmask(self._matcher, self._bits, 0)
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
         self._numpy.apply_token_bitmask_inplace(row[None], self._bits)
 
     def accept(self, token: int) -> None:
