@@ -65,15 +65,13 @@ class Ours:
 
     def build(self, llm: Llama, choices: Choices) -> None:
         self._cursor = TrieCursor(TokenTrie.from_sequences(choices), eog_ids=as_tokenizer(llm).eog_ids)
+        self.pick = self._cursor.pick
 
     def start(self) -> None:
         self._cursor.reset()
 
     def mask(self, row: Row) -> None:
         pass
-
-    def pick(self, row: Row) -> int:
-        return self._cursor.pick(row)
 
     def accept(self, token: int) -> None:
         self._cursor.accept(token)

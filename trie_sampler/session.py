@@ -277,7 +277,8 @@ class StreamSession:
         self._span: Span | None = None
         self._picker: Picker | None = None
         self._grammar_start = 0
-        self._cancelled = threading.Event()
+        # A plain value: an interrupt inside an Event can leave its lock taken, and the session would wait for ever.
+        self._is_cancelled = False
         self._output: _Output | None = None
         self._snapshots: list[_Snapshot] = []
         # One thread at a time; that one may come in again, but not out of a callback.
@@ -541,13 +542,13 @@ class StreamSession:
         try:
             self._output = output
             if not self._is_held:
-                self._cancelled.clear()
+                self._is_cancelled = False
             with alone_with(self._llm):
                 return self._run_alone(span, free, output, params, draws, max_tokens, skip)
         finally:
             self._output = None
             if not self._is_held:
-                self._cancelled.clear()
+                self._is_cancelled = False
             self._drop_snapshots()
 
     def _run_alone(
@@ -655,7 +656,7 @@ class StreamSession:
         """
         with self._exclusive(prefilled=True):
             self._drop_picker()
-            self._cancelled.clear()
+            self._is_cancelled = False
             held = HeldSession(self)
             try:
                 self._is_held = True
@@ -663,12 +664,12 @@ class StreamSession:
             finally:
                 self._is_held = False
                 held._is_over = True
-                self._cancelled.clear()
+                self._is_cancelled = False
 
     def cancel(self) -> None:
         """End the running generation before its next decode; from any thread. Otherwise nothing happens."""
         if self._is_busy:
-            self._cancelled.set()
+            self._is_cancelled = True
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -722,7 +723,7 @@ class StreamSession:
         return self._decoder.row()
 
     def _raise_if_cancelled(self) -> None:
-        if self._cancelled.is_set():
+        if self._is_cancelled:
             raise _CancelledError
 
     # --- parts of generate ---------------------------------------------------------------------
