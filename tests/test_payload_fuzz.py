@@ -344,8 +344,11 @@ def leaves_of(document: Any, path: str | None, vocab: Vocabulary | None) -> Leav
                 named[tokens] = min(leaf["name"], named.get(tokens, leaf["name"]))
         if not named:
             return EmptyTrieError
+        # Ids are looked at descriptor by descriptor, before a later one turns out to be empty.
+        if min(token for tokens in named for token in tokens) < 0:
+            return VocabMismatchError
     ids = {token for named in leaves.values() for tokens in named for token in tokens}
-    if min(ids) < 0 or (vocab is not None and (max(ids) >= vocab.n_vocab or ids.intersection(vocab.eog_ids))):
+    if vocab is not None and (max(ids) >= vocab.n_vocab or ids.intersection(vocab.eog_ids)):
         return VocabMismatchError
     return leaves
 
