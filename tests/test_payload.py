@@ -8,7 +8,9 @@ The payload most tests start from:
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import hashlib
 import json
 import warnings
@@ -428,3 +430,15 @@ def test_parsing_is_never_recursive(opening: str) -> None:
     for depth in (201, 100_000):
         with pytest.raises(PayloadError, match=r"recursion|JSON"):
             TokenTreePayload.from_json('{"modelId": "m", "descriptors": [], "x": ' + opening * depth)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("text", ['{"modelId": "m", "descriptors": []}', "no JSON"])
+def test_the_garbage_collector_is_left_as_it_was(is_enabled: bool, text: str) -> None:
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with contextlib.suppress(PayloadError):
+            TokenTreePayload.from_json(text)
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()

@@ -13,10 +13,12 @@ to choose from, is for the trie builder to say: negative ids and empty lists are
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
@@ -201,7 +203,8 @@ class TokenTreePayload(WireModel):
         _require(cls, "", len(raw), "bytes", limits.max_bytes, "max_bytes")
         unknown: Iterable[_Loc] = ()
         try:
-            payload = cls.model_validate_json(raw, extra="forbid")
+            with collector_at_rest():
+                payload = cls.model_validate_json(raw, extra="forbid")
         except ValidationError as error:
             problems, unknown = _split_errors(error)
             if problems:
@@ -293,6 +296,21 @@ class TokenTreePayload(WireModel):
             '7e15c6e00d5b'
         """
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Keep the garbage collector from running while many small objects without cycles are made.
+
+    It would look at all that lives in the process each time, which takes longer than reading 8192 leaves does.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class PayloadText(NamedTuple):

@@ -25,7 +25,7 @@ from trie_sampler.errors import (
 )
 from trie_sampler.kernels import find_child_of
 from trie_sampler.layout import LEAF, NO_LEAF, NO_TOKEN, NODE, TOKEN
-from trie_sampler.payload import TokenTreePayload
+from trie_sampler.payload import TokenTreePayload, collector_at_rest
 from trie_sampler.ragged import Leaf, Names, NamesLike, RaggedPaths, some
 from trie_sampler.store import StoredTrie, read_trie, write_trie
 from trie_sampler.tokens import FINGERPRINT_FORM, Spelled, Tokenizer, tokenize_choices
@@ -191,7 +191,8 @@ class TokenTrie:
                 raise UnknownPathError(_unknown_path(path, [d.path for d in payload.descriptors]))
         if not descriptors:
             raise EmptyTrieError("the payload has no descriptors, so there is nothing to choose from")
-        trie = cls._from_leaves([(d.path, d.leaves) for d in descriptors])
+        with collector_at_rest():
+            trie = cls._from_leaves([(d.path, d.leaves) for d in descriptors])
         tokenizer = None if vocab is None else as_tokenizer(vocab)
         _compare_model_ids(payload.model_id, model_id, tokenizer, strict=strict)
         if tokenizer is not None:
