@@ -141,7 +141,7 @@ class TokenTrie:
             ValueError: the shapes do not fit together.
             EmptyTrieError, VocabMismatchError: as ``from_sequences``.
 
-        Cost: 6 s for 10 million paths of 5 tokens; while it builds, 3 times the memory of the finished arrays.
+        Cost: 6 s for 10 million paths of 5 tokens; while it builds, once or twice the memory of the finished arrays.
         int32 tokens and int64 offsets are not copied.
 
         Example:
