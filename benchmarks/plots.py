@@ -1,6 +1,6 @@
 """Pictures of results that other benchmarks wrote.
 
-    python -m benchmarks.run --json results.json
+    python -m benchmarks.run --json > results.json
     python -m benchmarks.plots results.json --output FOLDER
 
 A picture a model: time of a walk from the root to a leaf against the number of choices, a line a contender, both axes
