@@ -232,6 +232,8 @@ class XGrammar(_Masks):
         import xgrammar
 
         self._torch, self._library = torch, xgrammar
+        # Its threads wait for each other longer than they work wherever a core is busy.
+        torch.set_num_threads(1)
         tokenizer = as_tokenizer(llm)
         pieces = [tokenizer.detokenize((token,)) for token in range(self._n_vocab)]
         stop = list(tokenizer.eog_ids)

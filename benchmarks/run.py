@@ -1,7 +1,7 @@
 """Peers on the same vocabulary, choices and logits: building, and a walk from the root to a leaf.
 
     python -m benchmarks.run [--smoke] [--json] [--vocabulary smollm2,gemma,FILE.gguf]
-        [--sizes 4,30,200,1000,10000,100000,1000000] [--only NAME,...] [--budget 60]
+        [--sizes 4,30,200,1000,10000,100000,1000000] [--only NAME,...] [--budget 60] [--seconds 4]
 
 One process a contender and size. Each walk follows one choice, drawn at random: at every step its next token gets the
 largest logit of a row of noise, just written. Before anything is timed, some walks are checked at every step: what a
@@ -78,8 +78,8 @@ TAKE_TOKENS = ("trie_sampler", "dictionaries and NumPy")
 VOCABULARIES = {name.lower(): name for name in FINDERS}
 _MANY = 100_000
 """Choices, from which on fewer walks are checked and leaves are listed another way."""
-_WALKS, _CHECKED, _BUILDS, _SECONDS = 2000, 3, 20, 4.0
-"""At most: walks timed, walks checked, builds, seconds that timing walks takes. At least one of each."""
+_WALKS, _CHECKED, _BUILDS = 2000, 3, 20
+"""At most: walks timed, walks checked, builds. At least one of each."""
 _PROMPT = "Title:"
 _BOOST, _LOUD = 100.0, 200.0
 
@@ -224,7 +224,7 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, model: str, file: Path, budget: float) -> dict[str, Any]:
+def measure(name: str, model: str, file: Path, seconds: float) -> dict[str, Any]:
     """A row, in this process; the choices come from a file."""
     from llama_cpp import Llama
 
@@ -241,7 +241,6 @@ def measure(name: str, model: str, file: Path, budget: float) -> dict[str, Any]:
     walks = [choices[i][1] for i in rng.integers(0, len(choices), _WALKS)]
     time_walk(contender, walks[0], noise)
     peak = peak_mb()
-    seconds = min(_SECONDS, budget / 10)
     checker = Checker(llm, choices)
     deadline = time.perf_counter() + seconds
     for walk in walks[: 1 if len(choices) >= _MANY else _CHECKED]:
@@ -269,15 +268,15 @@ def measure(name: str, model: str, file: Path, budget: float) -> dict[str, Any]:
     return row
 
 
-def try_to_measure(name: str, model: str, file: Path, budget: float) -> dict[str, Any]:
+def try_to_measure(name: str, model: str, file: Path, seconds: float) -> dict[str, Any]:
     """A row, or the first line of what went wrong."""
     try:
-        return measure(name, model, file, budget)
+        return measure(name, model, file, seconds)
     except BaseException as error:  # noqa: BLE001 - Rust's panics are no Exception
         return {"failure": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]}
 
 
-def run_one(name: str, model: str, file: Path, budget: float) -> dict[str, Any]:
+def run_one(name: str, model: str, file: Path, budget: float, seconds: float = 1.0) -> dict[str, Any]:
     """A row, in a process of its own; what went wrong, in a word."""
     package = CONTENDERS[name].package
     if package is not None and name != "STATIC":
@@ -288,7 +287,7 @@ def run_one(name: str, model: str, file: Path, budget: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.run", "--child", name, "--model-file", model, "--choices", str(file)]
     try:
         done = subprocess.run(
-            [*command, "--budget", str(budget)], capture_output=True, text=True, timeout=budget, check=False
+            [*command, "--seconds", str(seconds)], capture_output=True, text=True, timeout=budget, check=False
         )
     except subprocess.TimeoutExpired:
         return {"failure": f"over {budget:.0f} s"}
@@ -300,7 +299,9 @@ def run_one(name: str, model: str, file: Path, budget: float) -> dict[str, Any]:
     return row
 
 
-def compare(models: dict[str, str], names: list[str], sizes: list[int], budget: float) -> list[dict[str, Any]]:
+def compare(
+    models: dict[str, str], names: list[str], sizes: list[int], budget: float, seconds: float
+) -> list[dict[str, Any]]:
     """All rows; who was over the budget or failed is not asked for more choices. Says on stderr how far it is."""
     rows = []
     for model, path in models.items():
@@ -311,7 +312,7 @@ def compare(models: dict[str, str], names: list[str], sizes: list[int], budget: 
                 tokenize_s = write_choices(path, n, choices)
                 ours: float | None = None
                 for name in names:
-                    row = {"failure": failed[name]} if name in failed else run_one(name, path, choices, budget)
+                    row = {"failure": failed[name]} if name in failed else run_one(name, path, choices, budget, seconds)
                     if "failure" in row:
                         lasting = name == "STATIC" or row["failure"] == "not installed"
                         at_more = row["failure"] if lasting else f"not tried: {n:,} choices {row['failure']}"
@@ -355,6 +356,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="choices (default: %(default)s)")
     parser.add_argument("--only", metavar="NAME,...", help=f"of {', '.join(CONTENDERS)}; ours always runs")
     parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="of a process (default: 60)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of walks that are timed, about (default: 4)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--smoke", action="store_true", help="4 and 200 choices, SmolLM2, half a minute")
     parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -362,21 +364,21 @@ def main() -> None:
     parser.add_argument("--choices", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(try_to_measure(options.child, options.model_file, options.choices, options.budget)))
+        print(json.dumps(try_to_measure(options.child, options.model_file, options.choices, options.seconds)))
         return
     only = options.only.split(",") if options.only else list(CONTENDERS)
     if unknown := set(only) - set(CONTENDERS):
         parser.error(f"--only: {', '.join(sorted(unknown))}, of {', '.join(CONTENDERS)}")
     names = [name for name in CONTENDERS if name in {OURS, *only}]
     vocabularies = options.vocabulary.split(",") if options.vocabulary else list(VOCABULARIES)
-    sizes, budget = [int(size) for size in options.sizes.split(",")], options.budget
+    sizes, seconds = [int(size) for size in options.sizes.split(",")], options.seconds
     if options.smoke:
-        vocabularies, sizes, budget = vocabularies[:1], [4, 200], min(budget, 10.0)
-    rows = compare(find_models(vocabularies), names, sizes, budget)
+        vocabularies, sizes, seconds = vocabularies[:1], [4, 200], 0.2
+    rows = compare(find_models(vocabularies), names, sizes, options.budget, seconds)
     if options.json:
         packages = [contender.package for contender in CONTENDERS.values() if contender.package]
         peers = {name: _version(name) for name in [*packages, "torch"]}
-        print(json.dumps({"machine": describe(), "peers": peers, "budget_s": budget, "rows": rows}, indent=1))
+        print(json.dumps({"machine": describe(), "peers": peers, "budget_s": options.budget, "rows": rows}, indent=1))
 
 
 def _version(package: str) -> str:
