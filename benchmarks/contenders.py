@@ -62,8 +62,8 @@ class Contender(Protocol):
     def accept(self, token: int) -> None:
         """One token further."""
 
-    def allowed(self) -> npt.NDArray[np.integer[Any]]:
-        """[n] ids that may come next, ascending; for checks, not timed."""
+    def allowed(self, row: Row) -> npt.NDArray[np.integer[Any]]:
+        """[n] ids that may come next, ascending, by a row [V] that ``mask`` has seen; for checks, not timed."""
 
 
 class _Masks:
@@ -83,9 +83,7 @@ class _Masks:
     def pick(self, row: Row) -> int:
         return int(np.argmax(row))
 
-    def allowed(self) -> npt.NDArray[np.integer[Any]]:
-        row = np.zeros(self._n_vocab, np.float32)
-        self.mask(row)
+    def allowed(self, row: Row) -> npt.NDArray[np.integer[Any]]:
         return np.flatnonzero(row > -np.inf)
 
 
@@ -111,7 +109,7 @@ class Ours:
     def mask(self, row: Row) -> None:
         pass
 
-    def allowed(self) -> npt.NDArray[np.integer[Any]]:
+    def allowed(self, row: Row) -> npt.NDArray[np.integer[Any]]:
         return self._cursor.allowed()
 
 
