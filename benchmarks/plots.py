@@ -1,6 +1,6 @@
 """Pictures of results that other benchmarks wrote.
 
-    python -m benchmarks.run --json results.json
+    python -m benchmarks.run --json > results.json
     python -m benchmarks.plots results.json --output FOLDER
 
 A picture a model: time of a walk from the root to a leaf against the number of choices, a line a contender, both axes
@@ -30,7 +30,9 @@ def draw(document: dict[str, Any], model: str, file: Path) -> None:
         axes.annotate(f" {contender}", points[-1], va="center", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="choices", ylabel="microseconds from the root to a leaf")
     axes.set_title(f"{model}: computing and applying what is allowed; ours: picking")
-    axes.margins(x=0.25)
+    # Room for the names at the right.
+    sizes = [row["choices"] for row in document["rows"]]
+    axes.set_xlim(min(sizes) * 0.7, max(sizes) * 40)
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=110)
 
